@@ -256,6 +256,9 @@ class _Sources:
                 return self.by_key[keys[:end]]
         return self.file
 
+    def overrides_below(self, keys: Keys) -> list[str]:
+        return [s for k, s in self.by_key.items() if _under(k, keys) and s.startswith("override")]
+
 
 def _validate(raw: dict[str, Any], sections: Mapping[str, Section], sources: _Sources) -> dict[str, BaseModel]:
     models, faults = {}, []
@@ -322,7 +325,7 @@ def _explain(
         if came[keys] is ABSENT:
             faults.append(f"{where}: {key} is missing; write {key} in the recipe or add {key}=... to the command")
         elif isinstance(came[keys], BaseModel | dict):  # a rule over several keys of one section
-            faults.append(f"{where}: {key}: {want}")
+            faults.append(f"{'; '.join([where, *sources.overrides_below(keys)])}: {key}: {want}")
         else:
             faults.append(f"{where}: {key}: {want}, got {_came(came[keys])}")
     return faults
