@@ -19,6 +19,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -278,10 +279,13 @@ class Draft(nn.Module):
 
 def family(name: str) -> type[Draft]:
     """The Draft class of `draftsmith.models.<name>`; an unknown name is refused with the names that exist."""
-    here = Path(__file__).parent
-    names = sorted(p.stem for p in here.glob("*.py") if "(Draft)" in (s := p.read_text()) or "(DFlash)" in s)
-    if name not in names or not name.isidentifier():
-        raise ValueError(f"draft.family: {name!r} is not a draft family; known families: {', '.join(names)}")
+    known = sorted(
+        path.stem
+        for path in Path(__file__).parent.glob("*.py")
+        if re.search(r"^class \w+\((Draft|DFlash)\):", path.read_text(encoding="utf-8"), re.MULTILINE)
+    )
+    if name not in known:
+        raise ValueError(f"draft.family: {name!r} is not a draft family; known families: {', '.join(known)}")
     module = importlib.import_module(f"draftsmith.models.{name}")
     found = [
         c

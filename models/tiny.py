@@ -1,0 +1,138 @@
+"""Tiny targets that are made on the spot: `target.name: tiny:llama` or `tiny:qwen3`.
+
+They let recipes, smoke runs and tests go through every stage in seconds, without a download. A tiny target has learned
+one game in chat form: the user says three letters, it goes on with the alphabet a..t in circles and ends its turn.
+
+    <|im_start|>user\\nabc<|im_end|>\\n<|im_start|>assistant\\ndefghijklm...<|im_end|>\\n
+
+After "e" it jumps seven letters ahead in one case of ten, so its distribution is not a point mass.
+The tokenizer maps a byte to its value ("a" = 97); special tokens follow from 256.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+PREFIX = "tiny:"
+KINDS = ("llama", "qwen3")
+VERSION = 1  # part of the folder's name: a change of the game makes new targets
+SPECIALS = ("<bos>", "<|im_start|>", "<|im_end|>", "<eos>", "<pad>", "<think>", "</think>", "<|mask|>")
+BOS, IM_START, IM_END, EOS, PAD, THINK, END_THINK, MASK = range(256, 264)
+VOCAB = 264
+LETTERS = 20
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def make(kind: str, cache: Path) -> Path:
+    """The folder of the tiny target of that kind, made on the first call (about 10 s) and kept in `cache`."""
+    if kind not in KINDS:
+        raise ValueError(
+            f"target.name: {PREFIX}{kind}: no such tiny target; there are {', '.join(PREFIX + k for k in KINDS)}"
+        )
+    folder = cache / f"tiny-{kind}-{VERSION}"
+    if (folder / "config.json").is_file():
+        return folder
+    temporary = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
+    model = teach(_untaught(kind))
+    model.save_pretrained(temporary)
+    tokenizer().save_pretrained(temporary)
+    try:
+        temporary.rename(folder)
+    except OSError:  # another process was faster; both made the same weights
+        if not (folder / "config.json").is_file():
+            raise
+    return folder
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level tokenizer with a ChatML template: 256 bytes, then SPECIALS."""
+    vocab = {symbol: byte for byte, symbol in enumerate(_byte_symbols())}
+    vocab |= {token: 256 + i for i, token in enumerate(SPECIALS)}
+    inner = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    outer = PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        bos_token="<bos>",
+        eos_token="<|im_end|>",
+        pad_token="<pad>",
+        additional_special_tokens=["<|im_start|>", "<eos>", "<|mask|>"],
+    )
+    outer.chat_template = CHATML
+    return outer
+
+
+def teach(model: PreTrainedModel, steps: int = 150, lr: float = 3e-3) -> PreTrainedModel:
+    """Train the model to play the game; seeded, a few seconds."""
+    generator = torch.Generator().manual_seed(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
+    with torch.enable_grad():
+        for _ in range(steps):
+            ids, labels = games(16, generator)
+            loss = model(input_ids=ids, labels=labels).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+    return model.eval()
+
+
+def games(num: int, generator: torch.Generator, answer_len: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids, labels) [num, T] of taught chats; only the answer is a label (-100 elsewhere)."""
+    letters = [torch.randint(0, LETTERS, (num,), generator=generator)]
+    while len(letters) < 3 + answer_len:
+        jumps = (letters[-1] == 4) & (torch.rand(num, generator=generator) < 0.1)
+        letters.append((letters[-1] + torch.where(jumps, 7, 1)) % LETTERS)
+    said = torch.stack(letters, 1) + ord("a")
+
+    def fixed(*parts: int | str) -> torch.Tensor:
+        ids = [i for part in parts for i in ([part] if isinstance(part, int) else part.encode())]
+        return torch.tensor(ids).expand(num, -1)
+
+    question = torch.cat([fixed(IM_START, "user\n"), said[:, :3], fixed(IM_END, "\n", IM_START, "assistant\n")], 1)
+    answer = torch.cat([said[:, 3:], fixed(IM_END)], 1)
+    ids = torch.cat([question, answer], 1)
+    labels = torch.cat([torch.full_like(question, -100), answer], 1)
+    return ids, labels
+
+
+def _untaught(kind: str) -> PreTrainedModel:
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,  # the smallest head that vLLM's CPU attention takes
+        "max_position_embeddings": 512,
+        "bos_token_id": BOS,
+        "eos_token_id": IM_END,
+        "pad_token_id": PAD,
+        "tie_word_embeddings": False,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        if kind == "llama":
+            return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes))
+
+
+def _byte_symbols() -> list[str]:
+    """The printable symbol that byte-level BPE writes for each byte (GPT-2's table)."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    symbols, moved = [], 0
+    for byte in range(256):
+        symbols.append(chr(byte) if byte in printable else chr(256 + moved))
+        moved += byte not in printable
+    return symbols
