@@ -205,6 +205,8 @@ class Draft(nn.Module):
     needs: Needs
     max_proposal: int | None = None
     """Most tokens one round can propose; None = any number (recursive drafts)."""
+    work_per_token: float = 1.0
+    """Draft rows computed per training token: what `draftsmith plan` multiplies the cost of a row with."""
 
     def __init__(self, config: DraftConfig, target: TargetSpec):
         super().__init__()
