@@ -47,7 +47,7 @@ FIELDS = {
     "target.name": ("target", "target.name"),
     "target.revision": ("target revision", "target.revision"),
     "target.config_sha256": ("target config hash", "target"),
-    "target.weights_sha256": ("target weights hash", "target"),
+    "target.weights_fingerprint": ("target weights fingerprint", "target"),
     "target.dtype": ("target dtype", "target.dtype"),
     "target.hidden_size": ("target width", "target"),
     "tokenizer_sha256": ("tokenizer hash", "target"),
@@ -401,6 +401,13 @@ class FeatureStore:
     @property
     def dtype(self) -> torch.dtype:
         return DTYPES[self.manifest["dtype"]]
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def read(self, indices: Sequence[int]) -> list[StoredRow]:
+        return [self.row(index) for index in indices]
 
     def row(self, index: int) -> StoredRow:
         """Row `index`; states that are not finite are refused by row, position and layer."""

@@ -1,0 +1,222 @@
+"""Capture: run the target over token rows and keep its states in a feature cache (data/shards.py).
+
+The rows are cut into shards by their lengths alone, and rank r of n makes shards r, r + n, r + 2n, ... So the files do
+not depend on the number of ranks, nor on where an earlier capture was killed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+
+from draftsmith.data.chat import Row
+from draftsmith.data.shards import (
+    CODEC,
+    DTYPES,
+    FORMAT,
+    NORM,
+    FeatureStore,
+    ShardWriter,
+    StoredRow,
+    Verify,
+    check_states,
+    disk_full,
+    shard_name,
+)
+from draftsmith.models.draft import Needs
+from draftsmith.models.target import Target
+
+CPU = torch.device("cpu")
+
+
+class CaptureConfig(BaseModel):
+    """How the target's states are computed and stored (`data.capture:`)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Of the stored states. bfloat16 is what targets run in, and half the disk."""
+    shard_tokens: int = Field(default=16384, ge=1)
+    """Tokens of one shard: what is lost when a capture is killed. 0.5 GiB with three layers of an 8B target."""
+    batch_tokens: int | None = Field(default=None, ge=1)
+    """Tokens of one pass of the target, padding included. None = one row a pass: no padding, and states that do not
+    depend on which rows run together, so `cache` and `live` agree bit for bit. A budget helps GPUs with short rows;
+    then the two agree up to rounding."""
+    verify: Verify = "full"
+    """How shards are checked when a cache is opened: "full" hashes them, "size" only looks at their sizes."""
+
+
+def describe(target: Target, needs: Needs, config: CaptureConfig, rows: Sequence[Row]) -> dict[str, Any]:
+    """Everything that determines a feature cache: the stage's key, its manifest's header, what a reader expects."""
+    spec = target.spec
+    return {
+        "format": FORMAT,
+        "target": {
+            "name": spec.name,
+            "revision": spec.revision,
+            "config_sha256": spec.config_sha256,
+            "weights_fingerprint": weights_fingerprint(target.model),
+            "dtype": str(target.dtype).removeprefix("torch."),
+            "hidden_size": spec.hidden_size,
+        },
+        "tokenizer_sha256": spec.tokenizer_sha256,
+        "aux_layers": list(needs.aux_layers),
+        "last_hidden": needs.last_hidden,
+        "norm": NORM,
+        "dtype": config.dtype,
+        "codec": CODEC,
+        "shard_tokens": config.shard_tokens,
+        "batch_tokens": config.batch_tokens,
+        "rows_sha256": checksum(rows),
+    }
+
+
+def capture(
+    rows: Sequence[Row],
+    target: Target,
+    needs: Needs,
+    folder: Path,
+    config: CaptureConfig,
+    rank: int = 0,
+    world: int = 1,
+    progress: Callable[[int, int], None] | None = None,
+) -> FeatureStore | None:
+    """Capture this rank's share of the rows into `folder`, and open the cache once every shard is there.
+
+    Running it again goes on where it stopped, makes damaged shards anew, and does nothing when all is well. A folder
+    that was made under other settings is refused. Returns None while another rank still has shards to write: wait for
+    all ranks, then use FeatureStore.open.
+    progress: called with (tokens done, tokens in all) of this rank after each shard.
+    """
+    folder = Path(folder)
+    assert 0 <= rank < world, f"rank {rank} of {world}"
+    check_needs(target, needs)
+    check_rows(rows, target)
+    header = describe(target, needs, config, rows)
+    shards = plan_shards([len(row.input_ids) for row in rows], config.shard_tokens)
+    writer = ShardWriter(folder, header, len(shards), rank)
+
+    mine = [index for index in range(len(shards)) if index % world == rank]
+    sizes = {index: sum(len(rows[i].input_ids) for i in shards[index]) for index in mine}
+    missing = [index for index in mine if not writer.has(index, config.verify)]
+    check_room(folder, sum(sizes[index] for index in missing), needs, target.spec.hidden_size, config)
+    total = sum(sizes.values())
+    done = total - sum(sizes[index] for index in missing)
+    for index in missing:
+        chosen = [rows[i] for i in shards[index]]
+        writer.write(index, states_of(chosen, target, needs, config, str(folder / shard_name(index))))
+        done += sizes[index]
+        if progress is not None:
+            progress(done, total)
+    return FeatureStore.open(folder, header, verify="size") if writer.finish() else None
+
+
+def states_of(
+    rows: Sequence[Row],
+    target: Target,
+    needs: Needs,
+    config: CaptureConfig,
+    where: str,
+    device: torch.device = CPU,
+) -> list[StoredRow]:
+    """The rows with their target states, on `device`, in the cache's dtype. `where` stands in front of errors."""
+    ids = [torch.tensor(row.input_ids, dtype=torch.int64) for row in rows]
+    captured = target.capture(ids, needs, max_batch_tokens=config.batch_tokens or 1)
+    dtype = DTYPES[config.dtype]
+    stored = []
+    for row, tokens, (features, last_hidden) in zip(rows, ids, captured, strict=True):
+        with_states = StoredRow(
+            tokens.to(device),
+            torch.tensor(row.loss_mask, dtype=torch.bool, device=device),
+            features.to(device, dtype) if needs.aux_layers else None,
+            last_hidden.to(device, dtype) if needs.last_hidden else None,
+            row.id,
+        )
+        check_states(with_states, needs.aux_layers, target.spec.hidden_size, where)
+        stored.append(with_states)
+    return stored
+
+
+def plan_shards(lengths: Sequence[int], shard_tokens: int) -> list[range]:
+    """Consecutive rows up to shard_tokens tokens a shard; a longer row is a shard of its own."""
+    shards, start, size = [], 0, 0
+    for i, length in enumerate(lengths):
+        if i > start and size + length > shard_tokens:
+            shards.append(range(start, i))
+            start, size = i, 0
+        size += length
+    return [*shards, range(start, len(lengths))] if lengths else []
+
+
+def check_needs(target: Target, needs: Needs) -> None:
+    """Refuse what a cache does not hold, and layers that the target does not have."""
+    if needs.target_kv_layers:
+        raise ValueError(
+            f"this draft reads the target's keys and values of layers {list(needs.target_kv_layers)}; features and "
+            "last hidden can be captured, keys and values cannot. Choose another draft.family"
+        )
+    if not needs.aux_layers and not needs.last_hidden:
+        raise ValueError("this draft needs neither aux layers nor the last hidden state: there is nothing to capture")
+    target.needs_ok(needs)
+
+
+def check_rows(rows: Sequence[Row], target: Target) -> None:
+    """Refuse rows that the target cannot read; the error names the row."""
+    if not rows:
+        raise ValueError("no rows to capture: all samples were dropped, or the data is empty")
+    vocab_size, max_positions = target.spec.vocab_size, target.spec.max_positions
+    for row in rows:
+        num_tokens = len(row.input_ids)
+        if num_tokens != len(row.loss_mask):
+            raise ValueError(f"row {row.id!r}: {num_tokens} token ids but {len(row.loss_mask)} loss mask entries")
+        if num_tokens == 0:
+            raise ValueError(f"row {row.id!r}: no tokens")
+        if num_tokens > max_positions:
+            raise ValueError(
+                f"row {row.id!r}: {num_tokens} tokens, the target reads {max_positions}; lower data.max_len"
+            )
+        if not 0 <= min(row.input_ids) <= max(row.input_ids) < vocab_size:
+            bad = next(i for i in row.input_ids if not 0 <= i < vocab_size)
+            raise ValueError(
+                f"row {row.id!r}: token id {bad}, the target {target.spec.name} embeds {vocab_size} ids; "
+                "tokenizer and model do not belong together"
+            )
+
+
+def check_room(folder: Path, num_tokens: int, needs: Needs, hidden_size: int, config: CaptureConfig) -> None:
+    """Refuse before any work a capture that cannot fit on the disk."""
+    needed = num_tokens * token_bytes(needs, hidden_size, config)
+    if needed > shutil.disk_usage(folder).free:
+        raise disk_full(folder / "shards", needed)
+
+
+def token_bytes(needs: Needs, hidden_size: int, config: CaptureConfig) -> int:
+    """Disk bytes of one token in a shard: states, id (int32) and loss mask."""
+    return (len(needs.aux_layers) + needs.last_hidden) * hidden_size * DTYPES[config.dtype].itemsize + 5
+
+
+def checksum(rows: Iterable[Row]) -> str:
+    """sha256 over ids, token ids and loss masks of the rows, in order: the part of a stage's key that is data."""
+    digest = hashlib.sha256()
+    for row in rows:
+        name = row.id.encode()
+        digest.update(np.array([len(name), len(row.input_ids), len(row.loss_mask)], "<i8").tobytes() + name)
+        digest.update(np.array(row.input_ids, "<i8").tobytes() + np.array(row.loss_mask, "<i1").tobytes())
+    return digest.hexdigest()
+
+
+def weights_fingerprint(model: torch.nn.Module) -> str:
+    """A hash of 64 values of every parameter: tells a retrained target of the same name and config from the old one."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        values = parameter.detach().flatten()
+        sample = values[:: max(1, len(values) // 64)][:64].to("cpu", torch.float32)
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode() + sample.numpy().tobytes())
+    return digest.hexdigest()
