@@ -83,9 +83,9 @@ def read(
     if not isinstance(own_smoke, dict):
         raise RecipeError(f"{_show(path)}: smoke must be a section of keys to change, got {_came(own_smoke)}")
     if smoke:
-        for keys, value in _leaves(smoke_values):
+        for keys, value in leaves(smoke_values):
             _assign(raw, keys, value, "--smoke", sources)
-        for keys, value in _leaves(own_smoke):
+        for keys, value in leaves(own_smoke):
             _assign(raw, keys, value, f"{_show(path)}: smoke", sources)
     for text in overrides:
         keys, value = parse_override(text)
@@ -202,12 +202,12 @@ def _header(text: str) -> str:
 # -- merging -----------------------------------------------------------------------------------------------------------
 
 
-def _leaves(values: Mapping[str, Any], above: Keys = ()) -> Iterator[tuple[Keys, Any]]:
+def leaves(values: Mapping[str, Any], above: Keys = ()) -> Iterator[tuple[Keys, Any]]:
     """(keys, value) of nested or dotted mappings. An empty mapping is a value."""
     for name, value in values.items():
         keys = (*above, *str(name).split("."))
         if isinstance(value, Mapping) and value:
-            yield from _leaves(value, keys)
+            yield from leaves(value, keys)
         else:
             yield keys, value
 
@@ -275,7 +275,7 @@ def _validate(raw: dict[str, Any], sections: Mapping[str, Section], sources: _So
             said = f"{name}.{error.args[0]} is missing" if missing else f"{error}"
             said = said if said.startswith(name) else f"{name}: {said}"
             faults.append(f"{sources.of((name,) if missing else (name, 'family'))}: {said}")
-    known = [(name, *keys) for name, model in models.items() for keys in _paths(model)]
+    known = [(name, *keys) for name, model in models.items() for keys in key_paths(model)]
     for key in raw:
         if key not in sections:
             faults.append(_unknown((str(key),), list(sections), known, sources))
@@ -381,13 +381,13 @@ def _booleans(values: Any, model: Any, keys: Keys, sources: _Sources) -> Iterato
 # -- section models ----------------------------------------------------------------------------------------------------
 
 
-def _paths(model: SectionModel) -> Iterator[Keys]:
+def key_paths(model: SectionModel) -> Iterator[Keys]:
     """Every key that the model knows, nested ones included; ANY stands for a free name or a list index."""
     for name, field in model.model_fields.items():
         yield (name,)
         for between, inner in _models_in(field.annotation):
             if inner is not model:
-                yield from ((name, *between, *keys) for keys in _paths(inner))
+                yield from ((name, *between, *keys) for keys in key_paths(inner))
 
 
 def _submodels(model: SectionModel) -> Iterator[SectionModel]:
