@@ -97,12 +97,15 @@ class TargetCache(Cache):
     def advance(self, num: Tensor | Sequence[int]) -> None:
         """Count num[b] >= 0 of the tokens written last in row b; what was written behind them is forgotten."""
         steps = num.tolist() if isinstance(num, Tensor) else list(num)
-        self.set_lengths([a + b for a, b in zip(self.host_lengths, steps, strict=True)])
+        self._count([a + b for a, b in zip(self.host_lengths, steps, strict=True)])
 
-    def set_lengths(self, lengths: Sequence[int]) -> None:
-        """Set every row's length, which may only name tokens that were written. Smaller = rolled back."""
-        lengths = [int(n) for n in lengths]
-        assert len(lengths) == len(self.host_lengths), "one length per row"
+    def truncate(self, lengths: Tensor | Sequence[int]) -> None:
+        """Cut every row to lengths[b], at most what it holds."""
+        wanted = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
+        assert all(new <= old for new, old in zip(wanted, self.host_lengths, strict=True)), "rows cannot grow by a cut"
+        self._count(wanted)
+
+    def _count(self, lengths: list[int]) -> None:
         assert all(0 <= n <= self.max_len for n in lengths), f"lengths {lengths} outside 0..{self.max_len}"
         self.host_lengths = lengths
         self.lengths = torch.tensor(lengths, dtype=torch.int64, device=self.device)
@@ -117,16 +120,13 @@ class TargetCache(Cache):
             for buffer in (*self._keys, *self._values):
                 if buffer is not None:
                     buffer[to, :, :longest] = buffer[source, :, :longest]
-        self.set_lengths_of([self.host_lengths[s] for s in rows])
-
-    def set_lengths_of(self, lengths: list[int]) -> None:
-        self.host_lengths = [0] * len(lengths)
-        self.set_lengths(lengths)
+        self._count([self.host_lengths[s] for s in rows])
 
     def keys_values(self, layer: int) -> tuple[Tensor, Tensor]:
         """Read-only views [B, Hkv, longest row, E] of one layer; columns past a row's length are not its own."""
         keys, values = self._keys[layer], self._values[layer]
-        assert keys is not None and values is not None, f"layer {layer} has not run yet"
+        assert keys is not None, f"layer {layer} has not run yet"
+        assert values is not None, f"layer {layer} has not run yet"
         num, longest = len(self.host_lengths), max(self.host_lengths, default=0)
         return keys[:num, :, :longest], values[:num, :, :longest]
 

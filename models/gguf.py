@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 PACKAGE = "package:"
 LAYOUT = 1  # of the unpacked folder; a higher number unpacks again
@@ -79,7 +79,8 @@ def _unpack(path: Path, folder: Path) -> None:
     if importlib.util.find_spec("gguf") is None:
         raise ValueError(f"target.name: reading {path.name} needs the gguf library; run: pip install gguf")
     where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
-    read = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16)
+    unpack = GgufConfig(dequantize=True)
+    read = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32, quantization_config=unpack)
     config = read.config
     del config.quantization_config
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

@@ -87,7 +87,6 @@ class Target:
         self.tokenizer = tokenizer
         self.config = config
         self.core, self.layers = find_core(model)
-        drop_towers(model, self.core)
         head = model.get_output_embeddings()
         if not isinstance(head, nn.Linear):
             raise ValueError(
@@ -102,21 +101,24 @@ class Target:
         self._cache_word = "cache" if "cache" in parameters else "past_key_values"  # renamed after transformers 5.19
         self._additive_masks = config.attention == "eager"
         self._positions_learned = learned_positions(text)
-        self._cache_proven = self.spec.model_type in PROVEN
-        if self.spec.model_type not in PROVEN:
+        wrapped = model.base_model is not self.core
+        proven = self.spec.model_type in PROVEN and not (wrapped and self.spec.logit_softcap is not None)
+        self._cache_proven = proven
+        if not proven:
             self._compare_with_transformers()
+        drop_towers(model, self.core, head)
 
     # -- loading -----------------------------------------------------------------------------------------------------
     @classmethod
     def load(cls, config: TargetConfig) -> Target:
         """Load model and tokenizer; ValueError says what is missing and what to do."""
-        path = gguf_file(config.name)
-        source = config.name if path is None else str(unpacked(path))
-        revision = {} if config.revision is None else {"revision": config.revision}
-        if path is not None and revision:
-            raise ValueError(f"target.revision: {config.revision!r} has no effect, {config.name} is a local file")
-        model = _load_model(source, config, revision)
-        tokenizer = _load_tokenizer(source, config, revision)
+        file = gguf_file(config.name)
+        source = _local_folder(config.name) if file is None else unpacked(file)
+        if source is not None and config.revision is not None:
+            raise ValueError(f"target.revision: {config.revision!r} has no effect, {config.name} is local; remove it")
+        where = {"pretrained_model_name_or_path": str(source or config.name), "revision": config.revision or "main"}
+        model = _load_model(where, config)
+        tokenizer = _load_tokenizer(where, config)
         return cls(model.to(_device(config.device)), tokenizer, config)
 
     # -- what drafts bind to --------------------------------------------------------------------------------------
@@ -258,10 +260,10 @@ class Target:
     def new_cache(self, batch_size: int, max_len: int) -> TargetCache:
         """An empty cache for batch_size rows of at most max_len tokens; refused where rollback would not be exact."""
         foreign = sorted(set(self.layer_kinds) - set(ROLLS_BACK))
-        if foreign:
+        if foreign or self.model._is_stateful:
             raise ValueError(
-                f"{self.spec.name}: layers of type {', '.join(foreign)} keep a running state that rejected tokens cannot "
-                f"be taken out of exactly; capture and training work, speculative decoding here does not"
+                f"{self.spec.name}: {', '.join(foreign) or self.spec.model_type} layers keep a running state that rejected "
+                f"tokens cannot be taken out of exactly; capture and training work, decoding here does not"
             )
         if self._positions_learned and max_len > self.spec.max_positions:
             raise ValueError(
@@ -415,6 +417,9 @@ class Target:
         out = self.forward(ids, needs=Needs(aux_layers=tuple(range(self.num_layers))))
         assert out.features is not None
         states = torch.cat(truth.hidden_states[:-1], -1)
+        rows = self.embedding[ids] * self.spec.embedding_scale
+        if not self._positions_learned and not torch.allclose(rows, truth.hidden_states[0], rtol=1e-2):
+            raise ValueError(self._not_understood("embeddings", rows, truth.hidden_states[0]))
         if not torch.equal(out.features, states):
             raise ValueError(self._not_understood("hidden states", out.features, states))
         logits = self.logits(out.last_hidden)
@@ -490,13 +495,13 @@ def find_core(model: PreTrainedModel) -> tuple[PreTrainedModel, nn.ModuleList]:
     )
 
 
-def drop_towers(model: PreTrainedModel, core: PreTrainedModel) -> None:
-    """Remove what surrounds the text decoder on the way to it (vision and audio towers), to free their memory."""
-    outer = model.base_model
+def drop_towers(model: PreTrainedModel, core: PreTrainedModel, head: nn.Module) -> None:
+    """Remove what stands beside the text decoder and the head (vision and audio towers), to free its memory."""
+    outer: nn.Module = model
     while outer is not core:
         inner = next(child for child in outer.children() if core in child.modules())
         for name, child in list(outer.named_children()):
-            if child is not inner:
+            if child is not inner and head not in child.modules():
                 setattr(outer, name, None)
         outer = inner
 
@@ -626,36 +631,49 @@ def rows_left(goes_on: Sequence[bool]) -> list[int]:
 
 
 # -- files -----------------------------------------------------------------------------------------------------------
-def _load_model(source: str, config: TargetConfig, revision: dict[str, str]) -> PreTrainedModel:
+def _local_folder(name: str) -> Path | None:
+    """The folder that a target name means, or None for Hub ids. A path that does not exist is refused."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ValueError(
+            f"target.name: no folder {path}; give a folder with config.json and *.safetensors, or a Hub id"
+        )
+    return None
+
+
+def _load_model(where: dict[str, str], config: TargetConfig) -> PreTrainedModel:
     try:
-        hub_config = AutoConfig.from_pretrained(source, **revision)
+        settings = AutoConfig.from_pretrained(**where)
     except (OSError, ValueError) as error:
+        raise _unreadable(config, error) from error
+    if settings.is_encoder_decoder:
         raise ValueError(
-            f"target.name: {config.name!r} could not be read as a Hub id or local folder: {_first_line(error)}\n"
-            f"  give a Hub id (and be online once), a folder with config.json and *.safetensors, a .gguf file, or "
-            f"{PACKAGE}NAME/FILE.gguf"
-        ) from error
-    if hub_config.is_encoder_decoder:
-        raise ValueError(
-            f"target {config.name}: {hub_config.model_type} is an encoder-decoder; only decoders are supported"
+            f"target {config.name}: {settings.model_type} is an encoder-decoder; only decoders are supported"
         )
-    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
-        if type(hub_config) in auto._model_mapping:
-            break
-    else:
-        raise ValueError(
-            f"target {config.name}: transformers has no text-generating class for {hub_config.model_type!r}"
+    classes = [a for a in (AutoModelForCausalLM, AutoModelForImageTextToText) if type(settings) in a._model_mapping]
+    if not classes:
+        raise ValueError(f"target {config.name}: transformers has no text-generating class for {settings.model_type!r}")
+    try:
+        model, info = classes[0].from_pretrained(
+            **where, dtype=config.dtype, attn_implementation=config.attention, output_loading_info=True
         )
-    model, info = auto.from_pretrained(
-        source, dtype=config.dtype, attn_implementation=config.attention, output_loading_info=True, **revision
-    )
+    except OSError as error:
+        raise _unreadable(config, error) from error
     if info["missing_keys"]:
         raise ValueError(f"target {config.name}: its files lack {sorted(info['missing_keys'])[:5]}; fetch them again")
     return model
 
 
-def _load_tokenizer(source: str, config: TargetConfig, revision: dict[str, str]) -> PreTrainedTokenizerBase:
-    tokenizer = AutoTokenizer.from_pretrained(source, **revision)
+def _load_tokenizer(where: dict[str, str], config: TargetConfig) -> PreTrainedTokenizerBase:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(**where)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"target {config.name}: no tokenizer could be read from it: {_first_line(error)}\n"
+            f"  save the model's tokenizer beside it (tokenizer.json, tokenizer_config.json)"
+        ) from error
     if config.chat_template is not None:
         path = Path(config.chat_template)
         if not path.is_file():
@@ -664,11 +682,20 @@ def _load_tokenizer(source: str, config: TargetConfig, revision: dict[str, str])
     return tokenizer
 
 
-def _device(name: str) -> torch.device:
-    if name != "auto":
-        return torch.device(name)
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+def _unreadable(config: TargetConfig, error: Exception) -> ValueError:
+    at = "" if config.revision is None else f" at revision {config.revision!r}"
+    return ValueError(
+        f"target.name: {config.name!r}{at} could not be read: {_first_line(error)}\n"
+        f"  give a Hub id (and be online once), a folder with config.json and *.safetensors, a .gguf file, or "
+        f"{PACKAGE}NAME/FILE.gguf"
+    )
 
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0]
+
+
+def _device(name: str) -> torch.device:
+    if name != "auto":
+        return torch.device(name)
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
