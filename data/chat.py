@@ -7,7 +7,9 @@ Which tokens are supervised. For every assistant turn i two texts are rendered w
 
 The answer is what follows prompt_i in full_i, up to and including the end-of-turn token: the tokens that the target
 would have to generate. Text inside messages is never searched for markers. When full_i does not begin with prompt_i,
-the target could not have produced this answer behind that prompt, and the turn is counted under a named reason.
+the target could not have produced this answer behind that prompt, and the turn is counted under a named reason. One
+case is served all the same: an answer with reasoning of its own where the prompt ends in an empty think block; there
+the answer begins at the first token that differs from the prompt.
 
 Which turns share a row. Turn i + 1 joins the row of turn i when full_{i+1} begins with the very ids of full_i up to its
 end of turn. Templates that rewrite history (Qwen3 drops earlier thinking) break this; the chat is then split, and every
@@ -26,6 +28,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
+from os.path import commonprefix
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -463,7 +466,7 @@ class Template:
         """
         tail = len(ids)
         while tail > start and (
-            ids[tail - 1] in self.special_ids or not self.tokenizer.decode([ids[tail - 1]]).strip()
+            ids[tail - 1] in self.special_ids or not str(self.tokenizer.decode(ids[tail - 1])).strip()
         ):
             tail -= 1
         special = [k for k in range(tail, len(ids)) if ids[k] in self.special_ids]
@@ -475,7 +478,7 @@ class Template:
         out = self._apply(messages, tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         return list(out["assistant_masks"]) if list(out["input_ids"]) == ids else []
 
-    def _apply(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, **options: Any) -> Any:
+    def _apply(self, messages: list[dict[str, Any]], tools: Any, **options: Any) -> Any:
         try:
             return self.tokenizer.apply_chat_template(messages, tools=tools, **options, **self.config.template_kwargs)
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:  # whatever Jinja code raises
@@ -591,26 +594,35 @@ def _answer(template: Template, messages: list[dict[str, Any]], chat: Chat, turn
     """The assistant turn `turn`, found by comparing the rendering with it and the prompt in front of it."""
     prompt = template.text(messages[:turn], chat.tools, prompt=True)
     full = template.text(messages[: turn + 1], chat.tools, prompt=False)
-    if not full.startswith(prompt):
-        return Dropped("answer: the template's rendering does not continue its own generation prompt", chat.where)
-    if missing := _left_out(messages[turn], full[len(prompt) :]):
-        return Dropped(f"answer: the template leaves out {missing}", chat.where)
+    if missing := _left_out(messages[turn], full):
+        return Dropped(f"answer: the chat template leaves out {missing}", chat.where)
     prompt_ids, ids = template.encode(prompt), template.encode(full)
-    if ids[: len(prompt_ids)] != prompt_ids:  # a token across the border: a server could not have produced it
-        ids = prompt_ids + template.encode(full[len(prompt) :])
     start = len(prompt_ids)
+    if not full.startswith(prompt):
+        before = template.text(messages[:turn], chat.tools, prompt=False)
+        if not _reasoning(messages[turn]) or len(commonprefix([prompt, full])) <= len(before):
+            return Dropped("answer: the chat template's answer does not continue its generation prompt", chat.where)
+        start = len(commonprefix([prompt_ids, ids]))
+    elif ids[:start] != prompt_ids:  # a token across the border: a server could not have produced it
+        ids = prompt_ids + template.encode(full[len(prompt) :])
     if template.has_marks:
         marks = template.marks(messages[: turn + 1], chat.tools, ids)
         start = next((k for k in range(start, len(marks)) if marks[k]), start)
     return _Answer(ids, start, template.answer_end(ids, start), turn)
 
 
-def _left_out(message: dict[str, Any], answer: str) -> str | None:
+def _reasoning(message: dict[str, Any]) -> str:
+    """The reasoning of an assistant message, from `reasoning_content` or from think tags in the content."""
+    before, tag, _ = message["content"].partition("</think>")
+    return str(message.get("reasoning_content") or (before.removeprefix("<think>") if tag else "")).strip()
+
+
+def _left_out(message: dict[str, Any], full: str) -> str | None:
     """What of an assistant message is not in its rendering: training on the rest would teach another answer."""
-    if message.get("reasoning_content", "").strip() not in answer:
-        return "reasoning_content"
+    if _reasoning(message) not in full:
+        return "the reasoning"
     names = [call.get("function", call).get("name") for call in message.get("tool_calls", [])]
-    return "tool_calls" if any(name and name not in answer for name in names) else None
+    return "the tool calls" if any(name and name not in full for name in names) else None
 
 
 def _share_rows(answers: list[_Answer]) -> list[list[_Answer]]:
