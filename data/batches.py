@@ -222,7 +222,8 @@ def fill_bins(lengths: Sequence[int], pack_tokens: int, world: int) -> list[list
     Returns the documents' places in each bin, ascending. A bin holds at most pack_tokens, or one longer document; bins
     are empty only where there are fewer documents than bins.
     """
-    num_bins = world * max(1, -(-sum(lengths) // (pack_tokens * world)))
+    least = min(-(-sum(lengths) // pack_tokens), len(lengths))
+    num_bins = world * max(1, -(-least // world))
     longest_first = sorted(range(len(lengths)), key=lambda place: -lengths[place])
     while True:
         bins: list[list[int]] = [[] for _ in range(num_bins)]
