@@ -68,9 +68,7 @@ class Checkpoint:
         return self.folder / "draft"
 
 
-def save(
-    run: Path, step: int, draft: Draft, optimizers: Optimizers, loop: Mapping[str, Any], about: Mapping[str, Any]
-) -> Checkpoint:
+def save(run: Path, step: int, draft: Draft, optimizers: Optimizers, loop: Mapping[str, Any]) -> Checkpoint:
     """Write step-N: everything that is saved is listed here. `loop` is what the loop itself carries (see loop.py).
 
     Raises OSError, with the last good step untouched, when the disk is full or the folder is not ours to replace.
@@ -83,7 +81,7 @@ def save(
     try:
         _clear(temporary)
         (temporary / "state").mkdir(parents=True)
-        save_draft(draft, temporary / "draft", extra={"step": step, "run_id": run_id, **about})
+        save_draft(draft, temporary / "draft", extra={"step": step, "run_id": run_id})
         torch.save(optimizers.state_dict(), temporary / OPTIMIZER)
         torch.save({"step": step, **loop}, temporary / LOOP)
         files = {str(path.relative_to(temporary)): path.stat().st_size for path in _files(temporary)}

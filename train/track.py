@@ -41,6 +41,10 @@ class MetricsFile:
         lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
         return [json.loads(line) for line in lines if line.endswith("\n") and line.strip()]
 
+    def has(self, step: int, key: str) -> bool:
+        """Whether `key` was logged at `step`."""
+        return any(entry["step"] == step and key in entry for entry in self.read())
+
     def truncate(self, step: int) -> None:
         """Drop what was logged after `step`, so that the steps done again after a resume stand here once."""
         kept = [line for line in self.read() if line["step"] <= step]
@@ -105,6 +109,7 @@ def _installed(package: str) -> bool:
 
 # -- the terminal --------------------------------------------------------------------------------------------------
 FIRST, LAST = ("train/loss",), ("train/lr", "train/muon_lr", "train/grad_norm", "time/tok_s", "time/step_ms")
+COUNTS = ("train/supervised_tokens", "train/idle_batches")
 UNITS = {"time/tok_s": "{:,.0f} tok/s", "time/step_ms": "{:,.0f} ms"}
 
 
@@ -115,7 +120,8 @@ def line(step: int, steps: int, values: Mapping[str, float | None]) -> str:
     for key in [*FIRST, *middle, *LAST]:
         value = values.get(key)
         if value is not None:
-            number = UNITS.get(key, "{:.2e}" if key.endswith("lr") else "{:.4f}").format(value)
+            plain = "{:.0f}" if key in COUNTS else "{:.2e}" if key.endswith("lr") else "{:.4f}"
+            number = UNITS.get(key, plain).format(value)
             parts.append(number if key in UNITS else f"{key.removeprefix('train/')} {number}")
     return "  ".join(parts)
 
