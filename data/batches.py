@@ -20,20 +20,49 @@ import queue
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import accumulate
-from typing import Generic, TypeVar
+from itertools import accumulate, count
+from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 import torch
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from torch import Tensor
 
 from draftsmith.data.capture import CaptureConfig, check_needs, check_rows, states_of
-from draftsmith.data.chat import Row
+from draftsmith.data.chat import ChatConfig, Row, Source
+from draftsmith.data.regenerate import RegenerateConfig
 from draftsmith.data.shards import DTYPES, FeatureStore, StoredRow, num_labels
 from draftsmith.models.draft import Batch, Needs, TokenStats
 from draftsmith.models.target import Target
 
 T = TypeVar("T")
+
+
+class DataConfig(BaseModel):
+    """The recipe's `data:` section: which chats, how they become rows, and where target states come from."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    train: tuple[Source, ...] = Field(min_length=1)
+    """Chats to train on: one source or a list, whose rows are joined in this order."""
+    evaluation: dict[str, Source] = {}
+    """Chats that acceptance is measured on, by the name results carry: {heldout: ..., newwording: ...}."""
+    chat: ChatConfig = ChatConfig()
+    regenerate: RegenerateConfig | None = None
+    """How the target answers the prompts anew; None = train on the answers in the chats."""
+    capture: CaptureConfig = CaptureConfig()
+    source: Literal["cache", "live"] = "cache"
+    """Where states come from: captured once to disk, or the target runs beside training. The same numbers; live saves
+    the disk, the cache saves running the target again in every epoch."""
+    max_len: int = Field(default=2048, ge=2)
+    """Tokens of a row; longer ones are cut. Answers to common prompts are shorter."""
+    min_supervised: int = Field(default=1, ge=1)
+    """Supervised tokens that a row must have to be kept."""
+
+    @field_validator("train", mode="before")
+    @classmethod
+    def _one_source(cls, value: Any) -> Any:
+        return value if isinstance(value, (list, tuple)) else [value]
 
 
 class LiveRows:
@@ -64,8 +93,8 @@ class BatchSource:
 
     data: a FeatureStore, or rows, whose states then come from `target`.
     seed: of the order. batch_tokens: most tokens of a step, over all ranks. pack_tokens: most of a micro-batch.
-    min_supervised: rows with fewer tokens that a draft can learn to predict (shards.num_labels) are left out; rows
-    with none always are. `num_rows` are kept, `num_dropped` are not.
+    Rows in which a draft can learn to predict no token (shards.num_labels) are left out: `num_rows` are kept,
+    `num_dropped` are not.
     """
 
     def __init__(
@@ -77,19 +106,17 @@ class BatchSource:
         batch_tokens: int,
         pack_tokens: int,
         config: CaptureConfig | None = None,
-        min_supervised: int = 1,
     ):
         self.data = open_rows(data, target, needs, config or CaptureConfig())
         self.seed, self.batch_tokens, self.pack_tokens = seed, batch_tokens, pack_tokens
-        self.kept = [i for i, n in enumerate(self.data.labels) if n >= max(1, min_supervised)]
+        self.kept = [i for i, num in enumerate(self.data.labels) if num]
         self.num_rows = len(self.kept)
         self.num_dropped = len(self.data.labels) - self.num_rows
         self.num_tokens = sum(self.data.lengths[i] for i in self.kept)
         if not self.kept:
             raise ValueError(
-                f"0 trainable tokens in {len(self.data.labels)} samples: none has an answer of at least "
-                f"{max(1, min_supervised) + 1} tokens (data.min_supervised {min_supervised}); look at the rows with "
-                "`draftsmith inspect RECIPE`"
+                f"0 trainable tokens in {len(self.data.labels)} samples: none has two assistant tokens in a row; look "
+                "at the rows with `draftsmith inspect RECIPE`"
             )
         self._first_steps = [0]  # of each epoch whose length is known, and of the one after it
         self._plans: dict[int, list[list[int]]] = {}
@@ -161,12 +188,12 @@ class BatchSource:
             start += len(each)
         return batches
 
-    def steps(self, first: int, last: int, rank: int = 0, world: int = 1, ahead: int = 2) -> Prefetch[list[Batch]]:
-        """The micro-batches of steps first..last-1, loaded `ahead` of their use by a thread."""
+    def steps(self, first: int, rank: int = 0, world: int = 1, ahead: int = 2) -> Prefetch[list[Batch]]:
+        """The micro-batches of steps first, first + 1, ... without end, loaded `ahead` of their use by a thread."""
         pin = self.data.device.type == "cpu" and torch.cuda.is_available()
 
         def load() -> Iterator[list[Batch]]:
-            for i in range(first, last):
+            for i in count(first):
                 batches = self.step(i, rank, world)
                 yield [pinned(batch) for batch in batches] if pin else batches
 
@@ -321,6 +348,41 @@ class Prefetch(Generic[T]):
         self._thread.join()
 
     def __enter__(self) -> Prefetch[T]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Ahead:
+    """A BatchSource whose next steps are loaded while the current one trains; `step` gives what the source's would.
+
+    Only reading a cache runs ahead: the live target competes with training for the same device. Use it in a `with`.
+    """
+
+    def __init__(self, source: BatchSource, ahead: int = 2):
+        self.source, self.ahead = source, ahead
+        self._next: tuple[int, int, int] | None = None
+        self._steps: Prefetch[list[Batch]] | None = None
+
+    def step(self, step: int, rank: int = 0, world: int = 1) -> list[Batch]:
+        if isinstance(self.source.data, LiveRows):
+            return self.source.step(step, rank, world)
+        if self._steps is None or self._next != (step, rank, world):  # the first call, or out of order
+            self.close()
+            self._steps = self.source.steps(step, rank, world, self.ahead)
+        self._next = None
+        batches = next(self._steps)
+        self._next = (step + 1, rank, world)
+        return batches
+
+    def close(self) -> None:
+        """End the thread; a later `step` starts another."""
+        if self._steps is not None:
+            self._steps.close()
+            self._steps = None
+
+    def __enter__(self) -> Ahead:
         return self
 
     def __exit__(self, *_: object) -> None:

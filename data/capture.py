@@ -135,8 +135,8 @@ def states_of(
         with_states = StoredRow(
             tokens.to(device),
             torch.tensor(row.loss_mask, dtype=torch.bool, device=device),
-            features.to(device, dtype) if needs.aux_layers else None,
-            last_hidden.to(device, dtype) if needs.last_hidden else None,
+            None if features is None else features.to(device, dtype),
+            None if last_hidden is None else last_hidden.to(device, dtype),
             row.id,
         )
         check_states(with_states, needs.aux_layers, target.spec.hidden_size, where)

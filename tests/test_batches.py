@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import target_model, tokenizer
 
-from draftsmith.data.batches import BatchSource, Prefetch, cut, fill_bins, permutation, token_stats
+from draftsmith.data.batches import Ahead, BatchSource, DataConfig, Prefetch, cut, fill_bins, permutation, token_stats
 from draftsmith.data.capture import CaptureConfig, capture
 from draftsmith.data.chat import Row
 from draftsmith.data.shards import FeatureStore
@@ -53,6 +53,18 @@ def stores(target, tmp_path_factory) -> dict[str, FeatureStore]:
 @pytest.fixture(scope="module")
 def store(stores) -> FeatureStore:
     return stores["bfloat16"]
+
+
+def test_a_data_section_takes_one_source_or_several():
+    one = DataConfig(train="shipped:prompts_train", evaluation={"heldout": {"path": "held.jsonl", "limit": 3}})
+    assert [each.path for each in one.train] == ["shipped:prompts_train"]
+    assert one.evaluation["heldout"].limit == 3
+    several = DataConfig.model_validate({"train": ["a.jsonl", {"path": "b.jsonl", "kind": "code"}]})
+    assert [each.path for each in several.train] == ["a.jsonl", "b.jsonl"]
+    assert (several.source, several.capture.dtype, several.regenerate) == ("cache", "bfloat16", None)
+    for wrong in ({"train": []}, {"train": "a", "sauce": "live"}, {"train": "a", "source": "disk"}):
+        with pytest.raises(ValueError):
+            DataConfig.model_validate(wrong)
 
 
 def source(data, target=None, batch_tokens=80, pack_tokens=40, seed=0, **others) -> BatchSource:
@@ -202,8 +214,8 @@ def test_resuming_in_the_middle_of_the_second_epoch_goes_on_with_the_same_rows(s
     assert uninterrupted.num_steps(2) == 80
     ids = [ids_of(uninterrupted.step(step)) for step in range(80)]
     resumed = source(store, batch_tokens=1)
-    with resumed.steps(30, 80) as steps:
-        assert [ids_of(batches) for batches in steps] == ids[30:]
+    with Ahead(resumed) as steps:
+        assert [ids_of(steps.step(step)) for step in range(30, 80)] == ids[30:]
     assert sorted(sum(ids[:40], [])) == sorted(sum(ids[40:], [])) == sorted(store.row_ids)
     assert ids[:40] != ids[40:]
     assert [uninterrupted.epoch_of(step) for step in (0, 39, 40, 79, 80)] == [0, 0, 1, 1, 2]
@@ -247,10 +259,6 @@ def test_rows_without_a_trainable_token_are_left_out_and_counted(target, tmp_pat
         assert sorted(names) == sorted(r.id for r in ROWS[:5])
 
 
-def test_min_supervised_asks_for_more(target):
-    assert source([row("a", 5), row("b", 30)], target, min_supervised=10).num_dropped == 1
-
-
 def test_nothing_to_train_on_is_an_error_that_counts_the_samples(target):
     with pytest.raises(ValueError, match=r"0 trainable tokens in 3 samples: .*draftsmith inspect"):
         source([SILENT, ONE_WORD, SILENT], target)
@@ -268,14 +276,40 @@ def test_a_cache_that_lacks_what_the_draft_needs_is_refused(store):
 
 
 # -- prefetching -------------------------------------------------------------------------------------------------------
-def test_steps_come_in_order_and_equal_direct_ones(store):
+def test_steps_loaded_ahead_equal_direct_ones_in_and_out_of_order(target, store):
+    for batches in (source(store), source(ROWS, target)):
+        with Ahead(batches) as steps:
+            for step, rank in ((2, 0), (3, 0), (4, 0), (3, 0), (0, 1), (1, 1)):
+                got, want = steps.step(step, rank, 2), batches.step(step, rank, 2)
+                assert ids_of(got) == ids_of(want)
+                assert all(torch.equal(a.features, b.features) for a, b in zip(got, want, strict=True))
+
+
+def test_loading_ahead_overlaps_with_use_and_ends_with_the_block(store):
     batches = source(store)
-    with batches.steps(2, 8, rank=1, world=2) as steps:
-        for step, got in enumerate(steps, start=2):
-            want = batches.step(step, 1, 2)
-            assert ids_of(got) == ids_of(want)
-            assert all(torch.equal(a.features, b.features) for a, b in zip(got, want, strict=True))
-    assert step == 7
+    asked = []
+    batches.documents = lambda step: asked.append(step) or BatchSource.documents(batches, step)
+    with Ahead(batches) as steps:
+        steps.step(5)
+        deadline = time.monotonic() + 5
+        while len(asked) < 4 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert asked[:4] == [5, 6, 7, 8]  # before anybody asked for them
+    assert not any(thread.name == "prefetch" for thread in threading.enumerate())
+
+
+def test_a_damaged_row_met_ahead_is_reported_at_its_own_step(store):
+    class Damaged(BatchSource):
+        def step(self, step, rank=0, world=1):
+            if step == 2:
+                raise ValueError("shard-00001.safetensors: row 'row-7' ...")
+            return super().step(step, rank, world)
+
+    with Ahead(Damaged(store, None, NEEDS, 0, 80, 40)) as steps:
+        assert steps.step(0)
+        assert steps.step(1)
+        with pytest.raises(ValueError, match="row-7"):
+            steps.step(2)
 
 
 def test_an_error_in_the_loader_surfaces_at_the_item_it_belongs_to():
