@@ -47,8 +47,9 @@ class CaptureConfig(BaseModel):
     """Tokens of one shard: what is lost when a capture is killed. 0.5 GiB with three layers of an 8B target."""
     batch_tokens: int | None = Field(default=None, ge=1)
     """Tokens of one pass of the target, padding included. None = one row a pass: no padding, and states that do not
-    depend on which rows run together, so `cache` and `live` agree bit for bit. A budget helps GPUs with short rows;
-    then the two agree up to rounding."""
+    depend on which rows run together, so `cache` and `live` agree bit for bit. On a CPU core that is also the fastest
+    (135M target, rows of 60-200 tokens: 630 tok/s, against 550 with 2,048 and 510 with 4,096 tokens a pass). On a GPU
+    with short rows a budget may be faster; then cache and live agree up to rounding."""
     verify: Verify = "full"
     """How shards are checked when a cache is opened: "full" hashes them, "size" only looks at their sizes."""
 
