@@ -14,7 +14,8 @@ import tempfile
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 PACKAGE = "package:"
 LAYOUT = 1  # of the unpacked folder; a higher number unpacks again
@@ -78,13 +79,16 @@ def _cache_root() -> Path:
 def _unpack(path: Path, folder: Path) -> None:
     if importlib.util.find_spec("gguf") is None:
         raise ValueError(f"target.name: reading {path.name} needs the gguf library; run: pip install gguf")
-    where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
-    unpack = GgufConfig(dequantize=True)
-    read = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32, quantization_config=unpack)
+    # newer transformers may leave the weights in their blocks; older ones always unpack and lack the class
+    unpack = (
+        {"quantization_config": transformers.GgufConfig(dequantize=True)} if hasattr(transformers, "GgufConfig") else {}
+    )
+    read = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32, **unpack)
     config = read.config
-    del config.quantization_config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.load_state_dict(read.state_dict())
     model.tie_weights()
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(folder)

@@ -117,7 +117,7 @@ class Target:
         if source is not None and config.revision is not None:
             raise ValueError(f"target.revision: {config.revision!r} has no effect, {config.name} is local; remove it")
         where = {"pretrained_model_name_or_path": str(source or config.name), "revision": config.revision or "main"}
-        model = _load_model(where, config)
+        model: Any = _load_model(where, config)
         tokenizer = _load_tokenizer(where, config)
         return cls(model.to(_device(config.device)), tokenizer, config)
 
@@ -133,7 +133,7 @@ class Target:
     @property
     def embedding(self) -> Tensor:
         """[V, D], without the embedding scale."""
-        return self.core.get_input_embeddings().weight
+        return embedding_of(self.core).weight
 
     @property
     def head(self) -> Tensor:
@@ -219,8 +219,10 @@ class Target:
 
             return hook
 
-        handles = [self.layers[k].register_forward_pre_hook(listen(k), with_kwargs=True) for k in aux_layers]
+        handles = []
         try:
+            for k in aux_layers:
+                handles.append(self.layers[k].register_forward_pre_hook(listen(k), with_kwargs=True))
             yield states
         finally:
             for handle in handles:
@@ -495,6 +497,12 @@ def find_core(model: PreTrainedModel) -> tuple[PreTrainedModel, nn.ModuleList]:
     )
 
 
+def embedding_of(core: PreTrainedModel) -> nn.Embedding:
+    embedding = core.get_input_embeddings()
+    assert isinstance(embedding, nn.Embedding), f"expected nn.Embedding, got {type(embedding).__name__}"
+    return embedding
+
+
 def drop_towers(model: PreTrainedModel, core: PreTrainedModel, head: nn.Module) -> None:
     """Remove what stands beside the text decoder and the head (vision and audio towers), to free its memory."""
     outer: nn.Module = model
@@ -552,13 +560,13 @@ def target_spec(
         num_heads=num_heads,
         num_kv_heads=optional("num_key_value_heads", num_heads),
         head_dim=optional("head_dim", hidden_size // num_heads),
-        vocab_size=core.get_input_embeddings().weight.shape[0],
+        vocab_size=embedding_of(core).weight.shape[0],
         max_positions=read("max_position_embeddings", "n_positions"),
         norm_eps=read("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps"),
         activation=read("hidden_act", "hidden_activation", "activation_function"),
         rope=rope_of(text),
         attention_bias=bool(optional("attention_bias", False)),
-        embedding_scale=embedding_scale(core.get_input_embeddings()),
+        embedding_scale=embedding_scale(embedding_of(core)),
         logit_softcap=optional("final_logit_softcapping", None),
         eos_ids=eos_ids(model, text, tokenizer),
     )
@@ -656,11 +664,12 @@ def _load_model(where: dict[str, str], config: TargetConfig) -> PreTrainedModel:
     if not classes:
         raise ValueError(f"target {config.name}: transformers has no text-generating class for {settings.model_type!r}")
     try:
-        model, info = classes[0].from_pretrained(
+        loaded: Any = classes[0].from_pretrained(
             **where, dtype=config.dtype, attn_implementation=config.attention, output_loading_info=True
         )
     except OSError as error:
         raise _unreadable(config, error) from error
+    model, info = loaded
     if info["missing_keys"]:
         raise ValueError(f"target {config.name}: its files lack {sorted(info['missing_keys'])[:5]}; fetch them again")
     return model
