@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections import namedtuple
 from pathlib import Path
 
@@ -178,7 +177,7 @@ def test_a_capture_killed_while_merging_goes_on(target, whole, tmp_path, monkeyp
 
 
 CHILD = """
-import sys, time
+import os, sys, time
 sys.path.insert(0, {tests!r})
 from pathlib import Path
 import torch
@@ -186,28 +185,34 @@ torch.set_num_threads(1)
 from test_capture import CONFIG, NEEDS, ROWS, tiny_target
 from draftsmith.data.capture import capture
 
-def report(done, total):
-    print(done, flush=True)
-    time.sleep(0.05)
+place = os.replace
 
-capture(ROWS, tiny_target(), NEEDS, Path({folder!r}), CONFIG, progress=report)
+def replace(source, destination):
+    if Path(destination).name == "shard-00002.safetensors":
+        print("writing", flush=True)
+        time.sleep(60)
+    place(source, destination)
+
+os.replace = replace
+capture(ROWS, tiny_target(), NEEDS, Path({folder!r}), CONFIG)
 """
 
 
-def test_a_process_killed_by_the_system_goes_on_and_ends_byte_identical(target, whole, tmp_path):
+def test_a_process_killed_while_it_writes_goes_on_and_ends_byte_identical(target, whole, tmp_path):
     folder = tmp_path / "cache"
     code = CHILD.format(tests=str(Path(__file__).parent), folder=str(folder))
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     assert child.stdout is not None
-    for _ in range(2):
-        assert child.stdout.readline()
-    time.sleep(0.06)  # somewhere in the third shard
+    assert child.stdout.readline() == b"writing\n"
     child.send_signal(signal.SIGKILL)
     child.wait()
     child.stdout.close()
+    left = ["manifest-rank0.json", *(f"shard-0000{i}.safetensors" for i in range(2)), "shard-00002.safetensors.tmp"]
+    assert sorted(content(folder)) == left
     counting = CountingTarget(target)
     capture(ROWS, counting, NEEDS, folder, CONFIG)
-    assert 0 < counting.num_rows < len(ROWS)
+    shards = plan_shards([len(r.input_ids) for r in ROWS], 20)
+    assert counting.num_rows == sum(len(shard) for shard in shards[2:])
     assert content(folder) == content(whole)
 
 
