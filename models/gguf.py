@@ -55,7 +55,7 @@ def unpacked(path: Path) -> Path:
     """The folder with the file's model as bf16 safetensors and its tokenizer; made at the first call."""
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    folder = _cache_root() / "targets" / f"{path.stem}-{digest[:16]}-v{LAYOUT}"
+    folder = cache_root() / "targets" / f"{path.stem}-{digest[:16]}-v{LAYOUT}"
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ def unpacked(path: Path) -> Path:
     return folder
 
 
-def _cache_root() -> Path:
+def cache_root() -> Path:
     return Path(os.environ.get("DRAFTSMITH_CACHE") or Path.home() / ".cache" / "draftsmith")
 
 

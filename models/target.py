@@ -33,9 +33,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from draftsmith.models import tiny
 from draftsmith.models.cache import TargetCache
 from draftsmith.models.draft import Needs, TargetSpec
-from draftsmith.models.gguf import PACKAGE, gguf_file, unpacked
+from draftsmith.models.gguf import PACKAGE, cache_root, gguf_file, unpacked
 from draftsmith.models.sampling import Sampler
 
 PROVEN = ("llama", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "gpt2")
@@ -53,7 +54,8 @@ class TargetConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
-    """Hub id, local folder, path of a .gguf file, or package:NAME/FILE.gguf (a file inside an installed package)."""
+    """Hub id, local folder, path of a .gguf file, package:NAME/FILE.gguf (a file inside an installed package), or
+    tiny:llama / tiny:qwen3 (made on the spot, for tests)."""
     revision: str | None = None
     """Hub branch, tag or commit; only for Hub ids."""
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = "auto"
@@ -113,7 +115,10 @@ class Target:
     def load(cls, config: TargetConfig) -> Target:
         """Load model and tokenizer; ValueError says what is missing and what to do."""
         file = gguf_file(config.name)
-        source = _local_folder(config.name) if file is None else unpacked(file)
+        if config.name.startswith(tiny.PREFIX):
+            source: Path | None = tiny.make(config.name.removeprefix(tiny.PREFIX), cache_root() / "targets")
+        else:
+            source = _local_folder(config.name) if file is None else unpacked(file)
         if source is not None and config.revision is not None:
             raise ValueError(f"target.revision: {config.revision!r} has no effect, {config.name} is local; remove it")
         where = {"pretrained_model_name_or_path": str(source or config.name), "revision": config.revision or "main"}

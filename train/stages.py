@@ -1,0 +1,650 @@
+"""The stages of a recipe, in order, each done once: rows, features, training, acceptance, proof, speed, export, report.
+
+    cache/rows-HASH/       the target's answers as token rows         shared by every recipe that asks for the same
+    cache/features-HASH/   the target's states of those rows          likewise
+    runs/NAME/             everything of one run
+
+A stage's folder is named after the hash of what determines its content, so a finished stage is found again and an
+unfinished one goes on. The command line (train/cli.py) calls one method a verb.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from draftsmith import recipes
+from draftsmith.data.batches import BatchSource, DataConfig, token_stats
+from draftsmith.data.capture import capture, checksum, describe
+from draftsmith.data.chat import (
+    Row,
+    Source,
+    Tally,
+    Template,
+    drop_table,
+    fingerprint,
+    read_chats,
+    read_rows,
+    rows_from_chats,
+    show_row,
+    write_rows,
+)
+from draftsmith.data.regenerate import LocalEngine, ServerEngine, regenerate
+from draftsmith.data.shards import FeatureStore, finish_stage, stage_counts, stage_dir
+from draftsmith.eval import acceptance, certify, exact, report, speed
+from draftsmith.eval import plan as planning
+from draftsmith.eval.acceptance import EvalConfig
+from draftsmith.models import export
+from draftsmith.models.draft import Draft, family
+from draftsmith.models.target import Target, TargetConfig
+from draftsmith.recipes import Recipe, RecipeError
+from draftsmith.train.checkpoint import latest, read_best
+from draftsmith.train.loop import TrainConfig, train
+
+CACHE = Path("cache")
+RUNS = Path("runs")
+SMOKE = {  # what --smoke shortens in every recipe, before the recipe's own `smoke:` section
+    "eval": {"num_prompts": 4, "max_new_tokens": 16, "certify_prompts": 2, "certify_tokens": 12, "certify_contexts": 1},
+    "train": {"steps": 6, "warmup_steps": 1, "eval_every": None, "save_every": None, "log_every": 1},
+}
+SMOKE["eval"] |= {"certify_draws": 100, "speed_prompts": 1, "speed_tokens": 16, "speed_repeats": 1, "bar": None}
+
+
+def draft_section(values: dict[str, Any]) -> type:
+    """The model of the recipe's `draft:` section, which depends on `draft.family`."""
+    return family(values["family"]).Config
+
+
+SECTIONS: dict[str, recipes.Section] = {
+    "target": TargetConfig,
+    "draft": draft_section,
+    "data": DataConfig,
+    "eval": EvalConfig,
+    "train": TrainConfig,
+}
+
+
+class Stages:
+    """One recipe (or one draft of one target) and its folders; every method does a stage if it is not done yet."""
+
+    def __init__(
+        self, recipe: Recipe, out: Path, prompts: str | None = None, draft: str | None = None, quiet: bool = False
+    ):
+        self.recipe = recipe
+        self.out = out
+        self.prompts = prompts
+        self.given_draft = draft
+        self.console = Console(stderr=quiet, highlight=False)
+        self.rank = int(os.environ.get("RANK", 0))
+        self.world = int(os.environ.get("WORLD_SIZE", 1))
+
+    @classmethod
+    def from_recipe(
+        cls,
+        recipe: str,
+        overrides: Sequence[str] = (),
+        out: Path | None = None,
+        *,
+        smoke: bool = False,
+        prompts: str | None = None,
+        quiet: bool = False,
+    ) -> Stages:
+        read = recipes.read(recipe, overrides, SECTIONS, smoke=smoke, smoke_values=SMOKE)
+        name = read.name + ("-smoke" if smoke else "")
+        return cls(read, out or RUNS / name, prompts, quiet=quiet)
+
+    @classmethod
+    def for_draft(
+        cls,
+        target: str,
+        draft: str,
+        prompts: str | None,
+        overrides: Sequence[str],
+        out: Path | None,
+        quiet: bool = False,
+    ) -> Stages:
+        """A draft that exists, without a recipe; overrides of `target.` and `eval.` keys work."""
+        raw: dict[str, dict[str, Any]] = {"target": {"name": target}, "eval": {}}
+        for text in overrides:
+            (section, *keys), value = recipes.parse_override(text)
+            if section not in raw or len(keys) != 1:
+                raise RecipeError(
+                    f"override {text!r}: with --target and --draft only target.KEY and eval.KEY can be set"
+                )
+            raw[section][keys[0]] = value
+        sections = {"target": TargetConfig(**raw["target"]), "eval": EvalConfig(**raw["eval"])}
+        name = Path(draft).resolve().name
+        return cls(Recipe(name, Path(draft), "", sections), out or RUNS / name, prompts, draft, quiet)
+
+    # -- shared pieces ---------------------------------------------------------------------------------------------
+    def say(self, text: Any) -> None:
+        if self.rank == 0:
+            self.console.print(text)
+
+    @cached_property
+    def target(self) -> Target:
+        with self._timed(f"target    {self.recipe.target.name}"):
+            return Target.load(self.recipe.target)
+
+    @contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.say(f"{what}  [dim]({time.perf_counter() - start:.1f} s)[/dim]")
+
+    @contextmanager
+    def _progress(self, title: str, total: float | None, unit: str) -> Iterator[Callable[[float], None]]:
+        """A bar with rate and ETA where a person looks on; nothing elsewhere."""
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed:.0f}/{task.total:.0f} " + unit),
+        )
+        shown = self.console.is_terminal and self.rank == 0 and total is not None
+        with (
+            Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=self.console)
+            if shown
+            else nullcontext() as bar
+        ):
+            task = bar.add_task(title, total=total) if bar else None
+            yield lambda amount: bar.advance(task, amount) if bar else None
+
+    def _one_process(self, verb: str) -> None:
+        if self.world > 1:
+            raise RuntimeError(
+                f"`{verb}` runs on one process; start it without a launcher before training on {self.world} ranks"
+            )
+
+    # -- rows --------------------------------------------------------------------------------------------------------
+    def _row_key(self, sources: Sequence[Source]) -> dict[str, Any]:
+        data: DataConfig = self.recipe.data
+        spec = self.target.spec
+        return {
+            "sources": [fingerprint(source) for source in sources],
+            "chat": data.chat.model_dump(mode="json"),
+            "regenerate": data.regenerate.model_dump(mode="json") if data.regenerate else None,
+            "max_len": data.max_len,
+            "min_supervised": data.min_supervised,
+            "target": {
+                "name": spec.name,
+                "revision": spec.revision,
+                "config": spec.config_sha256,
+                "dtype": str(self.target.dtype),
+            },
+            "tokenizer": spec.tokenizer_sha256,
+        }
+
+    def rows(self, name: str) -> list[Row]:
+        """The token rows of a prompt set: "train", or a name of data.evaluation."""
+        data: DataConfig = self.recipe.data
+        sources = data.train if name == "train" else (data.evaluation[name],)
+        folder = stage_dir(CACHE, "rows", self._row_key(sources))
+        counts = stage_counts(folder)
+        if counts is not None:
+            self.say(
+                f"rows      {name}: {folder} is done ({counts['rows']} rows, {counts['supervised']:,} supervised tokens)"
+            )
+            return read_rows(folder / "rows.jsonl")
+        self._one_process("regenerate")
+        start = time.perf_counter()
+        chats = [chat for source in sources for chat in read_chats(source)]
+        tally = Tally()
+        if data.regenerate is None:
+            found = rows_from_chats(
+                chats,
+                self.target.tokenizer,
+                data.chat,
+                tally,
+                data.max_len,
+                data.min_supervised,
+                self.target.spec.vocab_size,
+            )
+            rows = list(found)
+        else:
+            rows = self._answers(name, chats, folder, tally)
+        write_rows(folder / "rows.jsonl", rows)
+        finish_stage(
+            folder,
+            {"rows": len(rows), "tokens": tally.tokens, "supervised": tally.supervised, "dropped": dict(tally.reasons)},
+        )
+        seconds = time.perf_counter() - start
+        self.say(
+            f"rows      {name}: {len(rows)} rows, {tally.supervised:,} supervised tokens -> {folder}  "
+            f"[dim]({seconds:.1f} s, {tally.supervised / seconds:,.0f} tok/s)[/dim]"
+        )
+        if tally.reasons:
+            self.say(drop_table(tally))
+        return rows
+
+    def _answers(self, name: str, chats: list[Any], folder: Path, tally: Tally) -> list[Row]:
+        """Let the target answer; the exact ids are kept."""
+        data: DataConfig = self.recipe.data
+        config = data.regenerate
+        assert config is not None
+        if config.server is None:
+            engine: Any = LocalEngine(self.target, config)
+        else:
+            engine = ServerEngine(config, self.recipe.target.name, self.target.spec.eos_ids)
+        about = {"sources": self._row_key(())["tokenizer"], "stage": folder.name}
+        with self._progress(f"answers {name}", len(chats), "chats") as advance:
+            path = regenerate(
+                chats,
+                engine,
+                self.target.tokenizer,
+                data.chat,
+                config,
+                folder / "answers",
+                about,
+                lambda n, _: advance(n),
+            )
+        rows = []
+        for row in read_rows(path):
+            if len(row.input_ids) > data.max_len:
+                row = Row(row.id, row.kind, row.input_ids[: data.max_len], row.loss_mask[: data.max_len], row.meta)
+            if row.num_supervised < data.min_supervised:
+                tally.reasons["fewer supervised tokens than data.min_supervised"] += 1
+                continue
+            tally.add(row)
+            rows.append(row)
+        if not rows:
+            raise ValueError(
+                f"0 trainable tokens in {len(chats)} samples of {name}; look at the prompts and data.max_len"
+            )
+        return rows
+
+    def regenerate(self) -> None:
+        for name in ("train", *self.recipe.data.evaluation):
+            self.rows(name)
+
+    # -- features ----------------------------------------------------------------------------------------------------
+    def store(self, name: str) -> FeatureStore:
+        """The captured states of a prompt set."""
+        rows = self.rows(name)
+        config = self.recipe.data.capture
+        needs = self._untrained.needs
+        self.target.needs_ok(needs)
+        header = describe(self.target, needs, config, rows)
+        folder = stage_dir(CACHE, "features", header)
+        if stage_counts(folder) is not None:
+            store = FeatureStore.open(folder, header, config.verify)
+            self.say(f"features  {name}: {folder} is done ({len(store)} rows)")
+            return store
+        start, tokens = time.perf_counter(), sum(len(row.input_ids) for row in rows)
+        with self._progress(f"features {name}", tokens, "tokens") as advance:
+            last = 0
+
+            def told(done: int, total: int) -> None:
+                nonlocal last
+                advance(done - last)
+                last = done
+
+            found = capture(rows, self.target, needs, folder, config, self.rank, self.world, told)
+        if found is None:
+            raise RuntimeError(
+                f"{folder}: this rank is done, others still write; run the same command again when they are"
+            )
+        size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        finish_stage(folder, {"rows": len(found), "tokens": tokens, "bytes": size})
+        seconds = time.perf_counter() - start
+        self.say(
+            f"features  {name}: {tokens:,} tokens, {planning.human_bytes(size)} -> {folder}  "
+            f"[dim]({seconds:.1f} s, {tokens / seconds:,.0f} tok/s)[/dim]"
+        )
+        return found
+
+    def capture(self) -> None:
+        if self.recipe.data.source == "live":
+            raise ValueError("data.source is live: the target runs beside training and nothing is captured")
+        for name in ("train", *self.recipe.data.evaluation):
+            self.store(name)
+
+    # -- the draft ---------------------------------------------------------------------------------------------------
+    @cached_property
+    def _untrained(self) -> Draft:
+        """The recipe's draft, bound to the target; its weights are not initialised yet."""
+        config = self.recipe.draft
+        draft = family(config.family)(config, self.target.spec)
+        draft.bind(self.target.embedding, self.target.head)
+        return draft
+
+    def draft_folder(self) -> Path:
+        """The draft that accept, export and the other verbs use: the given one, else the best step, else the last."""
+        if self.given_draft is not None:
+            return Path(self.given_draft)
+        best, last = read_best(self.out), latest(self.out)
+        if best is not None:
+            return self.out / f"step-{best.step}" / "draft"
+        if last is not None:
+            return last.draft
+        raise ValueError(f"{self.out}: no trained draft here; run `draftsmith train {self.recipe.name}` first")
+
+    @cached_property
+    def draft(self) -> Draft:
+        draft = export.load(self.draft_folder(), self.target.spec, self.target.embedding)
+        draft.bind(self.target.embedding, self.target.head)
+        return draft.to(self.target.device).eval()
+
+    # -- training ----------------------------------------------------------------------------------------------------
+    def train(self) -> None:
+        config: TrainConfig = self.recipe.train
+        data: DataConfig = self.recipe.data
+        rows = self.rows("train")
+        states: Any = self.store("train") if data.source == "cache" else rows
+        draft = self._untrained
+        source = BatchSource(
+            states, self.target, draft.needs, config.seed, config.batch_tokens, config.pack_tokens, data.capture
+        )
+        held_out = {name: self.rows(name) for name in data.evaluation}
+        draft.initialise(token_stats(rows, self.target.spec.vocab_size), torch.Generator().manual_seed(config.seed))
+        draft.to(self.target.device)
+        evaluate = self._evaluation(held_out)
+        self.__dict__.pop("draft", None)
+        train(
+            draft,
+            self.target,
+            source,
+            config,
+            self.out,
+            evaluate=evaluate,
+            recipe=self.recipe.resolved(),
+            data={"train": checksum(rows), **{name: checksum(found) for name, found in held_out.items()}},
+        )
+        del self.__dict__["_untrained"]
+
+    def _evaluation(self, held_out: Mapping[str, list[Row]]) -> Callable[[Draft], dict[str, Any]] | None:
+        """Acceptance of a draft in training: exact, on the first evaluation set; None when there is none."""
+        if not held_out or self.rank > 0:
+            return None
+        name, rows = next(iter(held_out.items()))
+        config: EvalConfig = self.recipe.eval
+        rows = rows[: config.num_prompts]
+        states: Any = self.store(name) if self.recipe.data.source == "cache" else rows
+        batches = BatchSource(states, self.target, self._untrained.needs, 0, 8192, 8192, self.recipe.data.capture)
+
+        def evaluate(draft: Draft) -> dict[str, Any]:
+            found = exact.exact(self.target, draft, batches.every_row(), {row.id: row.kind for row in rows}, config)
+            return {"acceptance_length": found["acceptance_length"], "method": "exact"}
+
+        return evaluate
+
+    # -- proof -------------------------------------------------------------------------------------------------------
+    def _prompt_sets(self) -> dict[str, tuple[list[list[int]], list[str]]]:
+        """{name: (prompts, kinds)} to decode: --prompts, else the recipe's evaluation sets, else the shipped ones."""
+        config: EvalConfig = self.recipe.eval
+        if self.prompts is None and "data" in self.recipe.sections and self.recipe.data.evaluation:
+            return {
+                name: acceptance.prompts_of(self.rows(name), config.num_prompts) for name in self.recipe.data.evaluation
+            }
+        chat = (
+            self.recipe.data.chat
+            if "data" in self.recipe.sections
+            else DataConfig(train=("shipped:prompts_train",)).chat
+        )
+        template = Template(self.target.tokenizer, chat)
+        prompts, kinds = [], []
+        for item in read_chats(Source(path=self.prompts or "shipped:prompts_heldout")):
+            messages = template.messages(item) if hasattr(item, "messages") else None
+            if messages is None:
+                continue
+            while messages and messages[-1]["role"] == "assistant":
+                messages = messages[:-1]
+            prompts.append(template.encode(template.text(messages, item.tools, prompt=True)))
+            kinds.append(item.kind)
+        if not prompts:
+            raise ValueError(f"{self.prompts}: no prompt in it could be used")
+        return {"prompts": (prompts[: config.num_prompts], kinds[: config.num_prompts])}
+
+    def accept(self, server: str | None = None) -> dict[str, Any]:
+        """Acceptance of every evaluation set; the first is the headline and goes to acceptance-METHOD.json."""
+        config: EvalConfig = self.recipe.eval
+        results: dict[str, Any] = {}
+        for index, (name, (prompts, kinds)) in enumerate(self._prompt_sets().items()):
+            if server is not None:
+                found = acceptance.served(server, prompts, kinds, config)
+                advice = None
+            else:
+                with self._progress(f"accept {name}", len(prompts) * config.max_new_tokens, "tokens") as advance:
+                    found, advice = acceptance.accept(self.target, self.draft, prompts, kinds, config, advance)
+            suffix = "" if index == 0 else f"-{name}"
+            self._write(f"acceptance-{found['method']}{suffix}.json", found)
+            results[name] = found
+            if advice:
+                self.say(f"[yellow]{advice}[/yellow]")
+        self.say(acceptance.acceptance_table(results))
+        return results
+
+    def certify(self) -> dict[str, Any]:
+        config: EvalConfig = self.recipe.eval
+        prompts, _ = next(iter(self._prompt_sets().values()))
+
+        def in_fp32() -> Target:
+            if self.target.dtype == torch.float32:
+                return self.target
+            return Target.load(self.recipe.target.model_copy(update={"dtype": "float32"}))
+
+        with self._timed("certificate"):
+            found = certify.certify(self.target, in_fp32, self.draft, prompts, config)
+        self._write("certificate.json", found)
+        for line in report.proof_lines(found):
+            self.say(f"  {line}")
+        return found
+
+    def speed(self) -> dict[str, Any]:
+        config: EvalConfig = self.recipe.eval
+        prompts, _ = next(iter(self._prompt_sets().values()))
+        with self._timed("speed"):
+            found = speed.measure(self.target, self.draft, prompts, config, survival=self._survival())
+        self._write("speed.json", found)
+        self.say(speed.speed_table(found))
+        return found
+
+    def _survival(self) -> list[float] | None:
+        found = report.read_json(self.out / "acceptance-runtime.json")
+        return found["survival"] if found else None
+
+    def _write(self, name: str, value: Any) -> None:
+        if self.rank == 0:
+            self.out.mkdir(parents=True, exist_ok=True)
+            temporary = self.out / f"{name}.tmp"
+            temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+            temporary.replace(self.out / name)
+
+    # -- use ---------------------------------------------------------------------------------------------------------
+    def generate(self, prompt: str, num: int | None, temperature: float, max_new_tokens: int, raw: bool) -> None:
+        from rich.text import Text
+
+        from draftsmith.eval.runtime import decode
+        from draftsmith.models.sampling import Sampler
+
+        tokenizer = self.target.tokenizer
+        if raw or tokenizer.chat_template is None:
+            ids = tokenizer(prompt)["input_ids"]
+        else:
+            chat = [{"role": "user", "content": prompt}]
+            ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
+        sampler = Sampler(temperature, generator=torch.Generator().manual_seed(0))
+        num = num or self.recipe.eval.num_proposals(self.draft)
+        shown = ""
+        seen: list[int] = []
+
+        def stream(_: int, tokens: list[int], num_accepted: int) -> None:
+            nonlocal shown
+            for i, token in enumerate(tokens):
+                seen.append(token)
+                text = tokenizer.decode(seen, skip_special_tokens=True)
+                if text.endswith("\ufffd"):  # a character is not complete yet
+                    continue
+                self.console.print(Text(text[len(shown) :], style="green" if i < num_accepted else ""), end="")
+                shown = text
+
+        start = time.perf_counter()
+        [found] = decode(
+            self.target,
+            self.draft,
+            [ids],
+            num,
+            sampler,
+            max_new_tokens,
+            stop_ids=self.target.spec.eos_ids,
+            on_commit=stream,
+        )
+        seconds = time.perf_counter() - start
+        rounds = len(found.rounds)
+        accepted = sum(a for _, a in found.rounds)
+        length = 1 + accepted / rounds if rounds else 1.0
+        self.console.print(
+            f"\n[dim]{len(found.ids)} tokens in {seconds:.1f} s ({len(found.ids) / seconds:.1f} tok/s); {rounds} rounds, "
+            f"acceptance length {length:.2f}; green = proposed by the draft and accepted[/dim]"
+        )
+
+    def export(self, layout: str | None = None, force: bool = False) -> Path:
+        draft, spec = self.draft, self.target.spec
+        out = self.out / "export"
+        num = self.recipe.eval.num_proposals(draft)
+        published = self.recipe.target.published_name
+        export.write(
+            draft,
+            spec,
+            out,
+            format=layout or "plain",
+            num_speculative_tokens=num,
+            published_name=published,
+            force=force,
+        )
+        self.say(f"export    {out}, read back and equal; serve it with\n  {self.serve_command()}")
+        return out
+
+    def serve_command(self) -> str:
+        return export.serve_command(self.out / "export", self.recipe.target.published_name or self.recipe.target.name)
+
+    def serve(self, start: bool = False) -> None:
+        command = self.serve_command()
+        if not start:
+            print(command)
+            return
+        sys.exit(subprocess.call(command, shell=True))
+
+    def report(self) -> Path:
+        recipe_file = self.out / "recipe.yaml"
+        text = recipe_file.read_text(encoding="utf-8") if recipe_file.is_file() else ""
+        serve = self.serve_command() if (self.out / "export").is_dir() else ""
+        path = report.write_report(self.out, serve=serve, recipe_text=text)
+        self.say(report.terminal_table(self.out))
+        self.say(f"report    {path}")
+        return path
+
+    def run(self) -> dict[str, Any]:
+        """Every stage that is not done yet."""
+        self._one_process("run")
+        start = time.perf_counter()
+        if self.recipe.not_run:
+            self.say(f"[yellow]{self.recipe.name}: this recipe was not run by us yet[/yellow]")
+        self.train()
+        draft = str(self.draft_folder())
+        results = self._once("acceptance-runtime.json", draft, self.accept)
+        certificate = self._once("certificate.json", draft, self.certify)
+        fast = self._once("speed.json", draft, self.speed)
+        self.export()
+        self._note_surroundings(time.perf_counter() - start)
+        self.report()
+        self.say(f"[dim]all stages took {time.perf_counter() - start:.0f} s[/dim]")
+        if not certificate["passed"]:
+            raise RuntimeError(f"{self.out}/certificate.json: the certificate failed; do not ship this draft")
+        return {"acceptance": results, "certificate": certificate, "speed": fast, "run": str(self.out)}
+
+    def _once(self, name: str, draft: str, stage: Callable[[], Any]) -> Any:
+        """The stage's result; measured again only when the draft or the settings changed."""
+        key = {"draft": draft, "eval": self.recipe.eval.model_dump(mode="json")}
+        marks = report.read_json(self.out / "measured.json") or {}
+        if marks.get(name) == key and (self.out / name).is_file():
+            self.say(f"{name} is done")
+            return report.read_json(self.out / name)
+        found = stage()
+        self._write("measured.json", marks | {name: key})
+        return found
+
+    def _note_surroundings(self, seconds: float) -> None:
+        path = self.out / "provenance.json"
+        known = report.read_json(path) or {}
+        known |= {
+            "target": self.recipe.target.name,
+            "family": self.recipe.draft.family,
+            "hardware": f"{hardware()}, {torch.get_num_threads()} threads",
+            "last_run_seconds": round(seconds, 1),
+        }
+        self._write("provenance.json", known)
+
+    # -- looking -----------------------------------------------------------------------------------------------------
+    def inspect(self, index: int) -> None:
+        rows = self.rows("train")
+        if not 0 <= index < len(rows):
+            raise ValueError(f"--row {index}: there are rows 0..{len(rows) - 1}")
+        row = rows[index]
+        self.say(show_row(row, self.target.tokenizer))
+        self.say(
+            f"[dim]row {index} of {len(rows)}: id {row.id}, kind {row.kind}, {len(row.input_ids)} tokens, {row.num_supervised} supervised[/dim]"
+        )
+        key = self._row_key(self.recipe.data.train)
+        counts = stage_counts(stage_dir(CACHE, "rows", key)) or {}
+        if counts.get("dropped"):
+            tally = Tally(rows=counts["rows"])
+            tally.reasons.update(counts["dropped"])
+            self.say(drop_table(tally))
+
+    def plan(self) -> dict[str, Any]:
+        data: DataConfig = self.recipe.data
+        config: TrainConfig = self.recipe.train
+        draft = self._untrained
+        counts = stage_counts(stage_dir(CACHE, "rows", self._row_key(data.train)))
+        if counts is not None:
+            num_prompts, answer_tokens, all_tokens = counts["rows"], counts["supervised"], counts["tokens"]
+        else:
+            num_prompts = sum(1 for source in data.train for _ in read_chats(source))
+            longest = data.regenerate.max_new_tokens if data.regenerate else data.max_len // 2
+            answer_tokens = int(0.75 * longest * num_prompts)
+            all_tokens = answer_tokens + 60 * num_prompts
+        work = planning.Work(
+            num_prompts=num_prompts,
+            answer_tokens=answer_tokens,
+            all_tokens=all_tokens,
+            estimated=counts is None,
+            regenerates=data.regenerate is not None,
+            keeps_features=data.source == "cache",
+            feature_dtype=data.capture.dtype,
+            num_steps=config.steps,
+            batch_tokens=config.batch_tokens,
+        )
+        rate = planning.matmul_rate(self.target.device, self.target.dtype)
+        measured = report.read_json(self.out / "acceptance-runtime.json")
+        length = measured["acceptance_length"] if measured else None
+        dtype = str(self.target.dtype).removeprefix("torch.")
+        found = planning.plan(work, self.target.spec, draft, rate, dtype, length)
+        title = f"plan of {self.recipe.name}" + (" (this recipe was not run by us yet)" if self.recipe.not_run else "")
+        self.say(planning.plan_table(found, title))
+        return found
+
+
+def hardware() -> str:
+    """The processor or GPU, in the words of its maker."""
+    if torch.cuda.is_available():
+        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
