@@ -44,8 +44,9 @@ class ToyTarget:
     """A target as far as the loop looks at one."""
 
     def __init__(self) -> None:
-        torch.manual_seed(7)
         self.model = nn.ModuleDict({"embed": nn.Embedding(V, D), "head": nn.Linear(D, V, bias=False)})
+        for i, parameter in enumerate(self.model.parameters()):
+            nn.init.normal_(parameter, generator=torch.Generator().manual_seed(i))
         self.model.requires_grad_(False)
 
 
@@ -67,7 +68,8 @@ class ToyDraft(Draft):
         generator = torch.Generator().manual_seed(seed)
         for parameter in (self.fc.weight, self.fc.bias, self.mix.weight, self.lm_head.weight):
             nn.init.normal_(parameter, std=0.3, generator=generator)
-        self.bind(torch.randn(V, D, generator=generator), torch.randn(V, D, generator=generator))
+        target = ToyTarget().model
+        self.bind(target["embed"].weight, target["head"].weight)
         self.noise = False  # whether forward draws from torch's global sequence
         self.seen: list[str] = []
 

@@ -128,7 +128,8 @@ def steps(run: Path) -> list[Checkpoint]:
 
 def latest(run: Path) -> Checkpoint | None:
     """The last complete step of a run folder, or None."""
-    return (steps(run) or [None])[-1]
+    complete = steps(run)
+    return complete[-1] if complete else None
 
 
 def find(path: Path) -> Checkpoint:
@@ -219,7 +220,8 @@ def open_run(run: Path, recipe: Mapping[str, Any], data: Mapping[str, str]) -> s
     check_unchanged(run, recipe, data)
     now = {"time": datetime.now(UTC).isoformat(timespec="seconds"), "command": sys.argv, "versions": versions()}
     started = latest(run)
-    known = provenance(run) if (run / PROVENANCE).is_file() else {"run_id": uuid.uuid4().hex[:12]}
+    fresh: dict[str, Any] = {"run_id": uuid.uuid4().hex[:12]}
+    known = provenance(run) if (run / PROVENANCE).is_file() else fresh
     if started is None:
         known = {"run_id": known["run_id"], **now, "git": git_revision(), "data": dict(data), "resumed": []}
     else:
