@@ -213,15 +213,20 @@ class Draft(nn.Module):
         self.config = config
         self.target = target
         self._bound: tuple[Tensor, Tensor] | None = None
+        self.target_norm: Tensor | None = None
 
     # -- the target's frozen tensors ---------------------------------------------------------------------------
-    def bind(self, embedding: Tensor, head: Tensor) -> None:
-        """Hold the target's embedding [V, D] and head [V, D] without registering them: never trained, never saved."""
+    def bind(self, embedding: Tensor, head: Tensor, final_norm: Tensor | None = None) -> None:
+        """Hold the target's embedding [V, D] and head [V, D] without registering them: never trained, never saved.
+
+        final_norm: [D], the gains in front of the head, which a draft's own final norm may start from.
+        """
         for name, tensor in (("embedding", embedding), ("head", head)):
             want = (self.target.vocab_size, self.target.hidden_size)
             if tuple(tensor.shape) != want:
                 raise ValueError(f"{name} is {tuple(tensor.shape)}, this draft was made for a target with {want}")
         self._bound = (embedding.detach(), head.detach())
+        self.target_norm = None if final_norm is None else final_norm.detach()
 
     @property
     def embedding(self) -> Tensor:

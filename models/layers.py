@@ -1,0 +1,415 @@
+"""Building blocks of drafts: norms, RoPE, attention, MLP, draft KV caches. The only place that picks a kernel.
+
+Shapes: N rows, T packed keys, B batch, H query heads, G key/value heads, E head width, S cache slots, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+
+def matmul_dtype(x: Tensor) -> torch.dtype:
+    """The type matrix products on x run in: autocast's where it is on, else x's own."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+# -- norm, MLP -------------------------------------------------------------------------------------------------------
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last axis, in x's dtype with fp32 statistics."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _RMSNorm.apply(x, self.weight, self.eps)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Closed-form backward: fewer passes and less kept than the composite."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, weight, scale)
+        return (wide * scale * weight).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight, scale = ctx.saved_tensors
+        normed = x * scale
+        d_weight = d_x = None
+        if ctx.needs_input_grad[1]:
+            d_weight = (d_out * normed).flatten(0, -2).sum(0).to(weight.dtype)
+        if ctx.needs_input_grad[0]:
+            d_normed = d_out * weight
+            d_x = d_normed - normed * (d_normed * normed).mean(-1, keepdim=True)
+            d_x = d_x.mul_(scale).to(x.dtype)
+        return d_x, d_weight, None
+
+
+class MLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, size: int, intermediate_size: int):
+        super().__init__()
+        self.gate_proj = nn.Linear(size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(_SwiGLU.apply(self.gate_proj(x), self.up_proj(x)))
+
+
+class _SwiGLU(torch.autograd.Function):
+    """silu(gate) * up; silu is computed again in backward instead of being kept."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        d_gate = torch.ops.aten.silu_backward(d_out * up, gate)
+        return d_gate, F.silu(gate).mul_(d_out)
+
+
+# -- RoPE ------------------------------------------------------------------------------------------------------------
+class Rope:
+    """Rotary positions of a target: frequencies and the factor on cos and sin, by transformers' own rules.
+
+    rope: transformers' rope_parameters (any rope type), head_dim and max_positions as in the target's config. Types
+    that change with the sequence length (dynamic, longrope) are taken at their setting for lengths within the
+    original limit. Not a module: the frequencies are not weights and must stay fp32 whatever the draft is cast to.
+    """
+
+    def __init__(self, rope: Mapping[str, Any], head_dim: int, max_positions: int):
+        from transformers import LlamaConfig
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        if "rope_theta" not in rope:
+            raise ValueError(f"rope parameters need rope_theta, got {sorted(rope)}")
+        kind = rope.get("rope_type", "default")
+        if kind != "default" and kind not in ROPE_INIT_FUNCTIONS:
+            known = ", ".join(["default", *ROPE_INIT_FUNCTIONS])
+            raise ValueError(f"rope_type {kind!r} is not known to this transformers; known: {known}")
+        if kind == "default":
+            rotated = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+            exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
+            self.inv_freq, self.attention_scaling = 1.0 / rope["rope_theta"] ** exponents, 1.0
+        else:
+            config = LlamaConfig(
+                hidden_size=head_dim,
+                num_attention_heads=1,
+                head_dim=head_dim,
+                max_position_embeddings=max_positions,
+                rope_parameters=dict(rope),
+            )
+            inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+            self.inv_freq, self.attention_scaling = inv_freq.float(), float(scaling)
+
+    def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin, [..., 1, R/2] for R rotated dimensions, broadcast over heads."""
+        self.inv_freq = self.inv_freq.to(positions.device)
+        angles = positions[..., None, None].float() * self.inv_freq
+        return (angles.cos() * self.attention_scaling).to(dtype), (angles.sin() * self.attention_scaling).to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [..., H, E] with its first R dimensions turned, halves paired (transformers' rotate_half)."""
+    return _Rotate.apply(x, cos, sin)
+
+
+class _Rotate(torch.autograd.Function):
+    """A scaled rotation; its transpose turns back by the same angle."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(x, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turn(d_out, cos, -sin), None, None
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = cos.shape[-1]
+    out = torch.empty_like(x)
+    a, b = x[..., :half], x[..., half : 2 * half]
+    torch.mul(a, cos, out=out[..., :half]).addcmul_(b, sin, value=-1)
+    torch.mul(b, cos, out=out[..., half : 2 * half]).addcmul_(a, sin)
+    out[..., 2 * half :] = x[..., 2 * half :]
+    return out
+
+
+# -- attention -------------------------------------------------------------------------------------------------------
+class Attention(nn.Module):
+    """Projections, head norms and RoPE of grouped-query attention; which keys a query sees is the caller's matter.
+
+    in_size: width of what q, k and v are projected from (EAGLE-3's first layer reads two states side by side).
+    """
+
+    def __init__(
+        self,
+        in_size: int,
+        size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        bias: bool,
+        qk_norm: bool,
+        eps: float,
+    ):
+        super().__init__()
+        if num_heads % num_kv_heads:
+            raise ValueError(f"num_heads {num_heads} must be a multiple of num_kv_heads {num_kv_heads}")
+        self.head_dim = head_dim
+        self.q_proj = nn.Linear(in_size, num_heads * head_dim, bias=bias)
+        self.k_proj = nn.Linear(in_size, num_kv_heads * head_dim, bias=bias)
+        self.v_proj = nn.Linear(in_size, num_kv_heads * head_dim, bias=bias)
+        self.o_proj = nn.Linear(num_heads * head_dim, size, bias=False)
+        self.q_norm = RMSNorm(head_dim, eps) if qk_norm else None
+        self.k_norm = RMSNorm(head_dim, eps) if qk_norm else None
+
+    def queries(self, projected: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        """[..., H*E] -> [..., H, E], normed and rotated."""
+        q = projected.unflatten(-1, (-1, self.head_dim))
+        return rotate(q if self.q_norm is None else self.q_norm(q), *rope)
+
+    def keys(self, projected: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        """[..., G*E] -> [..., G, E], normed and rotated."""
+        k = projected.unflatten(-1, (-1, self.head_dim))
+        return rotate(k if self.k_norm is None else self.k_norm(k), *rope)
+
+    def values(self, projected: Tensor) -> Tensor:
+        """[..., G*E] -> [..., G, E]"""
+        return projected.unflatten(-1, (-1, self.head_dim))
+
+
+class Span(NamedTuple):
+    """Consecutive queries [start, stop) of one document. The first of them stands at key `row` and sees the keys
+    first_key..row; each next query sees one key more."""
+
+    first_key: int
+    row: int
+    start: int
+    stop: int
+
+
+def chain_attention(
+    q: Tensor, k: Tensor, v: Tensor, chain_k: Tensor | None, chain_v: Tensor | None, spans: Sequence[Span]
+) -> Tensor:
+    """Attention over a causal prefix and a chain of own keys, one softmax over both.
+
+    q: [N, H, E]. k, v: [T, G, E], keys of the prefix. chain_k, chain_v: [N, s, G, E], the s keys that only query n
+    sees, or None. Query n of a span sees the span's keys up to its own row. Returns [N, H, E].
+    """
+    return _ChainAttention.apply(q, k, v, chain_k, chain_v, tuple(spans))
+
+
+class _Piece(NamedTuple):
+    """Queries [start, stop) against keys [first_key, last_key); the last stop - start keys are causal."""
+
+    first_key: int
+    last_key: int
+    start: int
+    stop: int
+
+
+def _pieces(spans: Sequence[Span], size: int) -> Iterator[_Piece]:
+    for first_key, row, span_start, span_stop in spans:
+        for start in range(span_start, span_stop, size):
+            stop = min(start + size, span_stop)
+            yield _Piece(first_key, row + stop - span_start, start, stop)
+
+
+class _ChainAttention(torch.autograd.Function):
+    """Matrix products per document and query chunk, the chain merged by log-sum-exp, scores formed anew in backward.
+
+    Let P = exp(score - lse) with the lse of the joint softmax and D = rowsum(dO * O) of its output. Then
+    dV = P^T dO, dS = P * (dO V^T - D), dQ = dS K, dK = dS^T Q hold for prefix and chain keys alike, so the prefix
+    needs no gradient of its own lse. Inside, heads lead: [G, N*rep, E] with rep = H / G queries per key head.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        chain_k: Tensor | None,
+        chain_v: Tensor | None,
+        spans: tuple[Span, ...],
+    ) -> Tensor:
+        num, _, width = q.shape
+        groups, rep = k.shape[1], q.shape[1] // k.shape[1]
+        statistics = torch.promote_types(q.dtype, torch.float32)
+        scale = width**-0.5
+        queries = _heads_first(q * scale, groups)
+        keys, values = k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()
+        out = torch.empty_like(queries)
+        lse = queries.new_empty(groups, num * rep, dtype=statistics)
+        for piece in _pieces(spans, _chunk_size(q)):
+            rows, seen = slice(piece.start * rep, piece.stop * rep), slice(piece.first_key, piece.last_key)
+            scores = _scores(queries[:, rows], keys[:, seen], rep)
+            best = scores.amax(-1).to(statistics)
+            probs = torch.softmax(scores, -1, dtype=statistics)
+            lse[:, rows] = best - probs.amax(-1).log()
+            out[:, rows] = torch.bmm(probs.to(q.dtype), values[:, seen])
+        chain_probs = None
+        if chain_k is not None and chain_v is not None:
+            chain_scores = _dots(queries, chain_k, statistics)  # [G, N*rep, s]
+            joint = torch.logsumexp(torch.cat([lse[..., None], chain_scores], -1), -1)
+            chain_probs = (chain_scores - joint[..., None]).exp().to(q.dtype)
+            out.mul_((lse - joint).exp()[..., None])
+            lse = joint
+            for j, value in enumerate(_per_step(chain_v)):
+                _by_query(out, rep).addcmul_(_by_query(chain_probs[..., j : j + 1], rep), value)
+        ctx.save_for_backward(queries, keys, values, chain_k, chain_v, out, lse, chain_probs)
+        ctx.spans, ctx.scale, ctx.rep = spans, scale, rep
+        return _rows_first(out, rep)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        queries, keys, values, chain_k, chain_v, out, lse, chain_probs = ctx.saved_tensors
+        rep = ctx.rep
+        d_out = _heads_first(d_out, len(keys))
+        delta = (d_out * out).sum(-1, keepdim=True, dtype=lse.dtype)  # [G, N*rep, 1]
+        d_q, d_k, d_v = torch.empty_like(queries), torch.zeros_like(keys), torch.zeros_like(values)
+        for piece in _pieces(ctx.spans, _chunk_size(queries)):
+            rows, seen = slice(piece.start * rep, piece.stop * rep), slice(piece.first_key, piece.last_key)
+            scores = _scores(queries[:, rows], keys[:, seen], rep)
+            probs = scores.sub_(lse[:, rows, None]).exp_()
+            d_v[:, seen] += torch.bmm(probs.transpose(1, 2), d_out[:, rows])
+            d_scores = torch.bmm(d_out[:, rows], values[:, seen].transpose(1, 2)).sub_(delta[:, rows]).mul_(probs)
+            d_q[:, rows] = torch.bmm(d_scores, keys[:, seen])
+            d_k[:, seen] += torch.bmm(d_scores.transpose(1, 2), queries[:, rows])
+        d_chain_k = d_chain_v = None
+        if chain_k is not None:
+            d_chain_k, d_chain_v = torch.empty_like(chain_k), torch.empty_like(chain_v)
+            for j, (key, value) in enumerate(zip(_per_step(chain_k), _per_step(chain_v), strict=True)):
+                prob = _by_query(chain_probs[..., j : j + 1], rep)  # [G, N, rep, 1]
+                d_score = prob * ((_by_query(d_out, rep) * value).sum(-1, keepdim=True) - _by_query(delta, rep))
+                d_score = d_score.to(queries.dtype)
+                _by_query(d_q, rep).addcmul_(d_score, key)
+                d_chain_k[:, j] = (d_score * _by_query(queries, rep)).sum(2).transpose(0, 1)
+                d_chain_v[:, j] = (prob * _by_query(d_out, rep)).sum(2).transpose(0, 1)
+        d_q = _rows_first(d_q.mul_(ctx.scale), rep)
+        return d_q, d_k.transpose(0, 1), d_v.transpose(0, 1), d_chain_k, d_chain_v, None
+
+
+def _chunk_size(x: Tensor) -> int:
+    """Queries per matrix product: scores that stay in a CPU's cache, or enough work for a GPU launch."""
+    return 128 if x.device.type == "cpu" else 1024
+
+
+def _scores(queries: Tensor, keys: Tensor, rep: int) -> Tensor:
+    """[G, n*rep, L] for n queries that stand at the last n of the L keys; -inf for the keys after a query's own."""
+    scores = torch.bmm(queries, keys.transpose(1, 2))
+    num = queries.shape[1] // rep
+    later = torch.ones(num, num, dtype=torch.bool, device=scores.device).triu_(1)[:, None]
+    _by_query(scores, rep)[..., -num:].masked_fill_(later, -torch.inf)
+    return scores
+
+
+def _by_query(x: Tensor, rep: int) -> Tensor:
+    """[G, N*rep, X] -> a view [G, N, rep, X]"""
+    return x.unflatten(1, (-1, rep))
+
+
+def _heads_first(x: Tensor, groups: int) -> Tensor:
+    """[N, G*rep, E] -> [G, N*rep, E]"""
+    return x.unflatten(1, (groups, -1)).transpose(0, 1).flatten(1, 2).contiguous()
+
+
+def _rows_first(x: Tensor, rep: int) -> Tensor:
+    """[G, N*rep, E] -> [N, G*rep, E]"""
+    return _by_query(x, rep).transpose(0, 1).flatten(1, 2)
+
+
+def _per_step(chain: Tensor) -> Iterator[Tensor]:
+    """[N, s, G, E] -> s views [G, N, 1, E]"""
+    for step in chain.unbind(1):
+        yield step.transpose(0, 1)[:, :, None]
+
+
+def _dots(queries: Tensor, chain_k: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scores of every query with its own chain keys: [G, N*rep, s]"""
+    rep = queries.shape[1] // len(chain_k)
+    scores = [(_by_query(queries, rep) * key).sum(-1, dtype=dtype) for key in _per_step(chain_k)]
+    return torch.stack(scores, -1).flatten(1, 2)
+
+
+# -- decoding --------------------------------------------------------------------------------------------------------
+class KVCache:
+    """Keys and values of a draft while decoding, one ragged row per sequence.
+
+    `lengths` [B] counts the committed entries of each row. An entry beyond its row's length is speculative: a later
+    call overwrites it before anything can see it, so dropping speculation is leaving `lengths` as it is.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        batch_size: int,
+        max_len: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        shape = (num_layers, batch_size, max_len, num_kv_heads, head_dim)
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)
+        self.longest = 0  # no row is longer; kept on the host, so that nothing waits for the device
+        self._rows = torch.arange(batch_size, device=device)[:, None]
+
+    def commit(self, num: Tensor, most: int) -> None:
+        """The next num [B] <= most entries of each row, already written, are committed."""
+        self.lengths = self.lengths + num
+        self.longest += most
+
+    def reserve(self, num: int) -> None:
+        """Make room for `num` entries per row beyond the committed ones."""
+        missing = self.longest + num - self.keys.shape[2]
+        if missing > 0:
+            grow = max(missing, self.keys.shape[2] // 2)
+            self.keys = F.pad(self.keys, (0, 0, 0, 0, 0, grow))
+            self.values = F.pad(self.values, (0, 0, 0, 0, 0, grow))
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, at: Tensor, q_at: Tensor, limit: int) -> Tensor:
+        """Write k, v [B, N, G, E] at positions `at` [B, N]; queries q [B, M, H, E] at q_at [B, M] see 0..q_at.
+
+        limit: all positions are below it. Returns [B, M, H*E].
+        """
+        self.keys[layer][self._rows, at] = k.to(self.keys.dtype)
+        self.values[layer][self._rows, at] = v.to(self.values.dtype)
+        keys, values = self.keys[layer, :, :limit], self.values[layer, :, :limit]
+        visible = torch.arange(limit, device=q.device) <= q_at[..., None]  # [B, M, limit]
+        out = F.scaled_dot_product_attention(
+            q.transpose(1, 2),
+            keys.transpose(1, 2),
+            values.transpose(1, 2),
+            attn_mask=visible[:, None],
+            enable_gqa=q.shape[2] != k.shape[2],
+        )
+        return out.transpose(1, 2).flatten(2)
