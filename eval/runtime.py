@@ -62,15 +62,15 @@ class Decoded:
 
     @property
     def rounds_within_text(self) -> list[tuple[int, int]]:
-        """rounds, the last one cut to the proposals that are followed by a token of the text.
+        """rounds, cut to the proposals that are followed by a token of the text.
 
         Then the sum of num_accepted + 1 is exactly the number of tokens after the first; exact.py counts like this.
         """
-        if not self.rounds:
-            return []
-        left = len(self.ids) - 1 - sum(accepted + 1 for _, accepted in self.rounds[:-1])  # tokens of the last round
-        proposed, accepted = self.rounds[-1]
-        return [*self.rounds[:-1], (min(proposed, left - 1), min(accepted, left - 1))]
+        found, left = [], len(self.ids) - 1  # tokens behind the anchor
+        for proposed, accepted in self.rounds:
+            found.append((min(proposed, left - 1), min(accepted, left - 1)))
+            left -= accepted + 1
+        return found
 
 
 @dataclass
@@ -117,13 +117,7 @@ def decode(
     the first num_accepted of them are accepted proposals, the rest is the token the target added.
     profile: also time plain one-token passes, so that `worth_it` can judge the run.
     """
-    if draft.max_proposal is not None and num > draft.max_proposal:
-        raise ValueError(
-            f"num_speculative_tokens is {num}, this {draft.config.family} draft proposes at most {draft.max_proposal} "
-            f"tokens a round; lower eval.num_speculative_tokens"
-        )
-    if num < 1:
-        raise ValueError(f"num_speculative_tokens must be at least 1, got {num}; without a draft use decode_plain")
+    check_num(draft, num)
     rules = _Rules(target, max_new_tokens, stop_ids, stop_strings, ignore_eos)
     return _decode(target, draft, prompts, num, sampler, rules, batch_size, first_ids, on_commit, profile)
 
@@ -144,6 +138,17 @@ def decode_plain(
     """Answers of the target alone, by the same loop: every round is (0, 0) and adds one token. See `decode`."""
     rules = _Rules(target, max_new_tokens, stop_ids, stop_strings, ignore_eos)
     return _decode(target, None, prompts, 0, sampler, rules, batch_size, first_ids, on_commit, False)
+
+
+def check_num(draft: Draft, num: int) -> None:
+    """Refuse a number of proposals per round that this draft cannot give."""
+    if draft.max_proposal is not None and num > draft.max_proposal:
+        raise ValueError(
+            f"num_speculative_tokens is {num}, this {draft.config.family} draft proposes at most {draft.max_proposal} "
+            f"tokens a round; lower eval.num_speculative_tokens"
+        )
+    if num < 1:
+        raise ValueError(f"num_speculative_tokens must be at least 1, got {num}; without a draft use decode_plain")
 
 
 def worth_it(decoded: Sequence[Decoded]) -> tuple[float, str] | None:
