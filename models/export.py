@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 Format = Literal["plain", "speculators"]
 Config = dict[str, Any]
 Tensors = dict[str, Tensor]
+Shape = tuple[int, ...]
 
 CONFIG, WEIGHTS, MARK = "config.json", "model.safetensors", "draftsmith"
 WRITTEN_BY_US = frozenset({CONFIG, WEIGHTS, "README.md", "provenance.json", "certificate.json"})
@@ -64,70 +65,23 @@ NO_PUBLIC_NAME = "unpublished/target"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 # Architectures whose vLLM class hands out aux states (its SupportsEagle3 interface in 0.32 and 0.33).
-AUX_TARGETS = frozenset(
-    [
-        "AfmoeForCausalLM",
-        "ApertusForCausalLM",
-        "Cohere2MoeForCausalLM",
-        "DeepseekForCausalLM",
-        "DeepseekV2ForCausalLM",
-        "DeepseekV3ForCausalLM",
-        "DeepseekV32ForCausalLM",
-        "DeepseekV4ForCausalLM",
-        "Ernie4_5ForCausalLM",
-        "Gemma4ForCausalLM",
-        "Gemma4ForConditionalGeneration",
-        "Gemma4UnifiedForConditionalGeneration",
-        "GlmMoeDsaForCausalLM",
-        "GptOssForCausalLM",
-        "GraniteForCausalLM",
-        "GraniteMoeForCausalLM",
-        "GraniteMoeHybridForCausalLM",
-        "GraniteMoeSharedForCausalLM",
-        "IQuestCoderForCausalLM",
-        "InternLM3ForCausalLM",
-        "K2HorizonForCausalLM",
-        "KimiK25ForConditionalGeneration",
-        "KimiLinearForCausalLM",
-        "LagunaForCausalLM",
-        "LLaMAForCausalLM",
-        "Llama4ForCausalLM",
-        "Llama4ForConditionalGeneration",
-        "LlamaForCausalLM",
-        "LlavaForConditionalGeneration",
-        "MiMoForCausalLM",
-        "MiMoV2FlashForCausalLM",
-        "MiMoV2ForCausalLM",
-        "MiniCPM3ForCausalLM",
-        "MiniCPMForCausalLM",
-        "MiniMaxM2ForCausalLM",
-        "Ministral3ForCausalLM",
-        "Mistral3ForConditionalGeneration",
-        "MistralForCausalLM",
-        "MistralLarge3ForCausalLM",
-        "NemotronHForCausalLM",
-        "NemotronHPuzzleForCausalLM",
-        "Phi3ForCausalLM",
-        "PixtralForConditionalGeneration",
-        "Plamo3ForCausalLM",
-        "Qwen2ForCausalLM",
-        "Qwen2_5_VLForConditionalGeneration",
-        "Qwen3ForCausalLM",
-        "Qwen3MoeForCausalLM",
-        "Qwen3NextForCausalLM",
-        "Qwen3OmniMoeForConditionalGeneration",
-        "Qwen3VLForConditionalGeneration",
-        "Qwen3VLMoeForConditionalGeneration",
-        "Qwen3_5ForCausalLM",
-        "Qwen3_5ForConditionalGeneration",
-        "Qwen3_5MoeForCausalLM",
-        "Qwen3_5MoeForConditionalGeneration",
-        "SarvamMLAForCausalLM",
-        "Step1ForCausalLM",
-        "TeleChat2ForCausalLM",
-        "TeleChat3ForCausalLM",
-    ]
-)
+_AUX_TARGETS = """
+AfmoeForCausalLM ApertusForCausalLM Cohere2MoeForCausalLM DeepseekForCausalLM DeepseekV2ForCausalLM
+DeepseekV3ForCausalLM DeepseekV32ForCausalLM DeepseekV4ForCausalLM Ernie4_5ForCausalLM Gemma4ForCausalLM
+Gemma4ForConditionalGeneration Gemma4UnifiedForConditionalGeneration GlmMoeDsaForCausalLM GptOssForCausalLM
+GraniteForCausalLM GraniteMoeForCausalLM GraniteMoeHybridForCausalLM GraniteMoeSharedForCausalLM
+IQuestCoderForCausalLM InternLM3ForCausalLM K2HorizonForCausalLM KimiK25ForConditionalGeneration
+KimiLinearForCausalLM LagunaForCausalLM LLaMAForCausalLM Llama4ForCausalLM Llama4ForConditionalGeneration
+LlamaForCausalLM LlavaForConditionalGeneration MiMoForCausalLM MiMoV2FlashForCausalLM MiMoV2ForCausalLM
+MiniCPM3ForCausalLM MiniCPMForCausalLM MiniMaxM2ForCausalLM Ministral3ForCausalLM Mistral3ForConditionalGeneration
+MistralForCausalLM MistralLarge3ForCausalLM NemotronHForCausalLM NemotronHPuzzleForCausalLM Phi3ForCausalLM
+PixtralForConditionalGeneration Plamo3ForCausalLM Qwen2ForCausalLM Qwen2_5_VLForConditionalGeneration
+Qwen3ForCausalLM Qwen3MoeForCausalLM Qwen3NextForCausalLM Qwen3OmniMoeForConditionalGeneration
+Qwen3VLForConditionalGeneration Qwen3VLMoeForConditionalGeneration Qwen3_5ForCausalLM
+Qwen3_5ForConditionalGeneration Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration SarvamMLAForCausalLM
+Step1ForCausalLM TeleChat2ForCausalLM TeleChat3ForCausalLM
+"""
+AUX_TARGETS = frozenset(_AUX_TARGETS.split())
 
 
 class Checkpoint(NamedTuple):
@@ -718,8 +672,8 @@ class Eagle3Dialect(Dialect):
         kept = absolute(tensors, target.vocab_size)
         if kept is not None and len(kept) < target.vocab_size:
             ours["draft_vocab"] = kept
-        if any(name.endswith("q_norm.weight") for name in ours):
-            config["layer"]["model_type"] = "qwen3"
+        normed = config["layer"]["model_type"] == "qwen3" or any(name.endswith("q_norm.weight") for name in ours)
+        config["layer"]["model_type"] = "qwen3" if normed else "llama"
         dtype = next((t.dtype for t in ours.values() if t.is_floating_point()), torch.float32)
         for name, slot in self._server_slots(config, dtype).items():
             if name in ours and torch.equal(ours[name], slot):
@@ -734,13 +688,13 @@ class Eagle3Dialect(Dialect):
         return config, ours
 
     @staticmethod
-    def shapes(config: Config, num_rows: int, target_width: int) -> dict[str, tuple[int, ...]]:
+    def shapes(config: Config, num_rows: int, target_width: int) -> dict[str, Shape]:
         """What a file of this config must hold: {our tensor name: shape}; num_rows: of the draft's head."""
         layer = config["layer"]
         width, inner, head_dim = layer["hidden_size"], layer["intermediate_size"], layer["head_dim"]
         q_rows, kv_rows = layer["num_attention_heads"] * head_dim, layer["num_key_value_heads"] * head_dim
         fused = len(config["aux_layers"]) * target_width
-        shapes: dict[str, tuple[int, ...]] = {"fc.weight": (width, fused), "norm.weight": (width,)}
+        shapes: dict[str, Shape] = {"fc.weight": (width, fused), "norm.weight": (width,)}
         shapes["lm_head.weight"] = (num_rows, width)
         if config["norm_before_fc"]:
             shapes["input_norm.weight"] = (fused,)
@@ -749,7 +703,7 @@ class Eagle3Dialect(Dialect):
         for i in range(config["num_layers"]):
             wide = 2 * width if i == 0 else width  # the first layer reads the embedding beside the state
             rows = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
-            parts = {f"self_attn.{name}.weight": (num, wide) for name, num in rows.items()}
+            parts: dict[str, Shape] = {f"self_attn.{name}.weight": (num, wide) for name, num in rows.items()}
             if layer["attention_bias"]:
                 parts |= {f"self_attn.{name}.bias": (num,) for name, num in rows.items()}
             if layer["model_type"] == "qwen3":
@@ -773,7 +727,7 @@ class Eagle3Dialect(Dialect):
         return slots
 
 
-def check_tensors(tensors: Tensors, shapes: Mapping[str, tuple[int, ...]], optional: Collection[str]) -> None:
+def check_tensors(tensors: Tensors, shapes: Mapping[str, Shape], optional: Collection[str]) -> None:
     """Name every tensor that is missing, unknown or of another shape."""
     missing = sorted(shapes.keys() - tensors.keys() - set(optional))
     unknown = sorted(tensors.keys() - shapes.keys() - set(optional))

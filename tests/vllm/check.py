@@ -38,24 +38,32 @@ SETTINGS = {
 def watch_loading(seen: dict) -> None:
     """Note which parameters of the draft no tensor of its checkpoint filled.
 
-    The top-level draft module is loaded by AutoWeightsLoader too, which returns the names it filled; vLLM drops them.
+    The top-level draft module is loaded by AutoWeightsLoader, which returns the names it filled; vLLM drops them. A
+    name counts as filled when only a part came (q_proj of qkv_proj), so every float is NaN before and looked at after.
     """
+    import torch
     from vllm.model_executor.models.utils import AutoWeightsLoader
 
     load_weights = AutoWeightsLoader.load_weights
 
+    @torch.no_grad()
     def counted(self, *args, **kwargs):
-        filled = load_weights(self, *args, **kwargs)
         module, kind = self.module, type(self.module).__name__
-        if any(word in kind for word in ("Eagle3", "DFlash", "DSpark")) and hasattr(module, "lm_head"):
+        is_draft = any(word in kind for word in ("Eagle3", "DFlash", "DSpark")) and hasattr(module, "lm_head")
+        floats = {n: p for n, p in module.named_parameters() if p.is_floating_point()} if is_draft else {}
+        for parameter in floats.values():
+            parameter.fill_(float("nan"))
+        filled = set(load_weights(self, *args, **kwargs))
+        if is_draft:
             names = {name for name, _ in module.named_parameters()}
+            holes = {name for name, parameter in floats.items() if parameter.isnan().any()}
             own = {
                 "embed_tokens": getattr(module, "has_own_embed_tokens", False),
                 "lm_head": getattr(module, "has_own_lm_head", False),
             }
-            missing = sorted(names - set(filled))
+            missing = sorted(names - filled | holes)
             shared = [name for name in missing if any(part in name and not mine for part, mine in own.items())]
-            seen.update(filled=sorted(names & set(filled)), shared=shared)
+            seen.update(filled=sorted(names - set(missing)), shared=shared)
             seen["unfilled"] = [name for name in missing if name not in shared and "mask_embedding" not in name]
         return filled
 
