@@ -35,7 +35,7 @@ from transformers import (
 
 from draftsmith.models import tiny
 from draftsmith.models.cache import TargetCache
-from draftsmith.models.draft import Needs, TargetSpec
+from draftsmith.models.draft import Draft, Needs, TargetSpec
 from draftsmith.models.gguf import PACKAGE, cache_root, gguf_file, unpacked
 from draftsmith.models.sampling import Sampler
 
@@ -45,6 +45,7 @@ PROVEN = ("llama", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "gpt2")
 ROLLS_BACK = ("full_attention", "sliding_attention")
 """Layer types whose cache can be rolled back by forgetting columns."""
 
+FINAL_NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm")  # what cores call the norm in front of the head
 PREFILL_TOKENS = 4096  # tokens of one prefill pass in generate: bounds activations, large enough to fill a device
 
 
@@ -144,6 +145,19 @@ class Target:
     def head(self) -> Tensor:
         """[V, D]; the same storage as `embedding` when the target ties them."""
         return self._head.weight
+
+    @property
+    def final_norm(self) -> Tensor | None:
+        """[D], the gains of the norm in front of the head; None when the core names none."""
+        norm = next((m for n in FINAL_NORMS if (m := getattr(self.core, n, None)) is not None), None)
+        if norm is None or isinstance(norm, nn.LayerNorm):
+            return None if norm is None else norm.weight
+        with torch.no_grad():  # a norm of ones is its gains, whether it multiplies by w or by 1 + w
+            return norm(torch.ones(self.spec.hidden_size, dtype=self.dtype, device=self.device))
+
+    def bind(self, draft: Draft) -> None:
+        """Lend the draft the frozen tensors it works with."""
+        draft.bind(self.embedding, self.head, self.final_norm)
 
     def needs_ok(self, needs: Needs) -> None:
         """Refuse what this target cannot give, with the reason."""

@@ -55,8 +55,11 @@ def _stages(
     draft: str | None = None,
     prompts: str | None = None,
 ) -> Stages:
+    from transformers.utils import logging
+
     from draftsmith.train.stages import Stages
 
+    logging.disable_progress_bar()
     overrides = list(overrides or [])
     if recipe is not None and "=" in recipe:  # `accept --target T --draft D eval.num_prompts=10` has no recipe
         overrides.insert(0, recipe)

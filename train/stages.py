@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from draftsmith import recipes
-from draftsmith.data.batches import BatchSource, DataConfig, token_stats
+from draftsmith.data.batches import Ahead, BatchSource, DataConfig, token_stats
 from draftsmith.data.capture import capture, checksum, describe
 from draftsmith.data.chat import (
     Row,
@@ -44,7 +44,7 @@ from draftsmith.data.chat import (
 )
 from draftsmith.data.regenerate import LocalEngine, ServerEngine, regenerate
 from draftsmith.data.shards import FeatureStore, finish_stage, stage_counts, stage_dir
-from draftsmith.eval import acceptance, certify, exact, report, speed
+from draftsmith.eval import acceptance, exact, report
 from draftsmith.eval import plan as planning
 from draftsmith.eval.acceptance import EvalConfig
 from draftsmith.models import export
@@ -88,6 +88,8 @@ class Stages:
         self.prompts = prompts
         self.given_draft = draft
         self.console = Console(stderr=quiet, highlight=False)
+        self._rows: dict[str, list[Row]] = {}
+        self._stores: dict[str, FeatureStore] = {}
         self.rank = int(os.environ.get("RANK", 0))
         self.world = int(os.environ.get("WORLD_SIZE", 1))
 
@@ -132,7 +134,7 @@ class Stages:
     # -- shared pieces ---------------------------------------------------------------------------------------------
     def say(self, text: Any) -> None:
         if self.rank == 0:
-            self.console.print(text)
+            self.console.print(text, soft_wrap=isinstance(text, str))
 
     @cached_property
     def target(self) -> Target:
@@ -189,6 +191,11 @@ class Stages:
 
     def rows(self, name: str) -> list[Row]:
         """The token rows of a prompt set: "train", or a name of data.evaluation."""
+        if name not in self._rows:
+            self._rows[name] = self._make_rows(name)
+        return self._rows[name]
+
+    def _make_rows(self, name: str) -> list[Row]:
         data: DataConfig = self.recipe.data
         sources = data.train if name == "train" else (data.evaluation[name],)
         folder = stage_dir(CACHE, "rows", self._row_key(sources))
@@ -272,6 +279,11 @@ class Stages:
     # -- features ----------------------------------------------------------------------------------------------------
     def store(self, name: str) -> FeatureStore:
         """The captured states of a prompt set."""
+        if name not in self._stores:
+            self._stores[name] = self._make_store(name)
+        return self._stores[name]
+
+    def _make_store(self, name: str) -> FeatureStore:
         rows = self.rows(name)
         config = self.recipe.data.capture
         needs = self._untrained.needs
@@ -317,7 +329,7 @@ class Stages:
         """The recipe's draft, bound to the target; its weights are not initialised yet."""
         config = self.recipe.draft
         draft = family(config.family)(config, self.target.spec)
-        draft.bind(self.target.embedding, self.target.head)
+        self.target.bind(draft)
         return draft
 
     def draft_folder(self) -> Path:
@@ -334,7 +346,7 @@ class Stages:
     @cached_property
     def draft(self) -> Draft:
         draft = export.load(self.draft_folder(), self.target.spec, self.target.embedding)
-        draft.bind(self.target.embedding, self.target.head)
+        self.target.bind(draft)
         return draft.to(self.target.device).eval()
 
     # -- training ----------------------------------------------------------------------------------------------------
@@ -352,16 +364,17 @@ class Stages:
         draft.to(self.target.device)
         evaluate = self._evaluation(held_out)
         self.__dict__.pop("draft", None)
-        train(
-            draft,
-            self.target,
-            source,
-            config,
-            self.out,
-            evaluate=evaluate,
-            recipe=self.recipe.resolved(),
-            data={"train": checksum(rows), **{name: checksum(found) for name, found in held_out.items()}},
-        )
+        with Ahead(source) as ahead:
+            train(
+                draft,
+                self.target,
+                ahead,
+                config,
+                self.out,
+                evaluate=evaluate,
+                recipe=self.recipe.resolved(),
+                data={"train": checksum(rows), **{name: checksum(found) for name, found in held_out.items()}},
+            )
         del self.__dict__["_untrained"]
 
     def _evaluation(self, held_out: Mapping[str, list[Row]]) -> Callable[[Draft], dict[str, Any]] | None:
@@ -370,12 +383,13 @@ class Stages:
             return None
         name, rows = next(iter(held_out.items()))
         config: EvalConfig = self.recipe.eval
-        rows = rows[: config.num_prompts]
+        kinds = {row.id: row.kind for row in rows}
         states: Any = self.store(name) if self.recipe.data.source == "cache" else rows
         batches = BatchSource(states, self.target, self._untrained.needs, 0, 8192, 8192, self.recipe.data.capture)
 
         def evaluate(draft: Draft) -> dict[str, Any]:
-            found = exact.exact(self.target, draft, batches.every_row(), {row.id: row.kind for row in rows}, config)
+            num, sampler = config.num_proposals(draft), config.sampler()
+            found = exact.exact(draft, batches.every_row(), kinds, num, sampler, config.max_new_tokens)
             return {"acceptance_length": found["acceptance_length"], "method": "exact"}
 
         return evaluate
