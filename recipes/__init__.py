@@ -8,6 +8,7 @@ line) or the override, the key, what came and what is allowed.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import re
 import typing
@@ -83,15 +84,17 @@ def read(
     if not isinstance(own_smoke, dict):
         raise RecipeError(f"{_show(path)}: smoke must be a section of keys to change, got {_came(own_smoke)}")
     if smoke:
-        for keys, value in leaves(smoke_values):
-            _assign(raw, keys, value, "--smoke", sources)
-        for keys, value in leaves(own_smoke):
-            _assign(raw, keys, value, f"{_show(path)}: smoke", sources)
-    for text in overrides:
-        keys, value = parse_override(text)
-        _assign(raw, keys, value, f"override {text!r}", sources)
-    models = _validate(raw, sections, _Sources(_show(path), sources))
+        _merge(raw, smoke_values, "--smoke", sources)
+        _merge(raw, own_smoke, f"{_show(path)}: smoke", sources)
+    models = _override_and_validate(raw, overrides, sections, _Sources(_show(path), sources))
     return Recipe(path.stem, path, _header(path.read_text(encoding="utf-8")), models)
+
+
+def validate(
+    values: Mapping[str, Any], overrides: Sequence[str], sections: Mapping[str, Section], where: str
+) -> dict[str, BaseModel]:
+    """Sections of values that stand in no file, with overrides; `where` names the values in errors."""
+    return _override_and_validate(copy.deepcopy(dict(values)), overrides, sections, _Sources(where, {}))
 
 
 def names() -> list[str]:
@@ -149,7 +152,7 @@ def parse_override(text: str) -> tuple[Keys, Any]:
     """`train.lr=1e-3` -> (("train", "lr"), "1e-3"). Values are YAML, so `[1, 2]`, `null` and `true` work."""
     key, equals, value = text.partition("=")
     keys = tuple(key.strip().split("."))
-    if not equals or len(keys) < 2 or not all(keys):
+    if not equals or not all(keys):
         raise RecipeError(f"override {text!r}: expected section.key=value, for example train.lr=1e-3")
     return keys, _yaml_value(value.strip(), text)
 
@@ -202,14 +205,22 @@ def _header(text: str) -> str:
 # -- merging -----------------------------------------------------------------------------------------------------------
 
 
-def leaves(values: Mapping[str, Any], above: Keys = ()) -> Iterator[tuple[Keys, Any]]:
-    """(keys, value) of nested or dotted mappings. An empty mapping is a value."""
+def _merge(
+    raw: dict[str, Any], values: Mapping[str, Any], source: str, sources: dict[Keys, str], above: Keys = ()
+) -> None:
+    """Put nested or dotted values over `raw`. A mapping joins the mapping that is there and replaces anything else."""
     for name, value in values.items():
         keys = (*above, *str(name).split("."))
-        if isinstance(value, Mapping) and value:
-            yield from leaves(value, keys)
+        if isinstance(value, Mapping) and isinstance(_at(raw, keys), dict):
+            _merge(raw, value, source, sources, keys)
         else:
-            yield keys, value
+            _assign(raw, keys, value, source, sources)
+
+
+def _at(raw: Any, keys: Keys) -> Any:
+    for name in keys:
+        raw = raw.get(name) if isinstance(raw, dict) else None
+    return raw
 
 
 def _assign(raw: dict[str, Any], keys: Keys, value: Any, source: str, sources: dict[Keys, str]) -> None:
@@ -221,7 +232,7 @@ def _assign(raw: dict[str, Any], keys: Keys, value: Any, source: str, sources: d
             above = ".".join(keys[:depth])
             raise RecipeError(f"{source}: {above} is {_came(place[name])} here, so {'.'.join(keys)} cannot be set")
         place = place[name]
-    place[keys[-1]] = value
+    place[keys[-1]] = copy.deepcopy(value)
     for older in [k for k in sources if k[: len(keys)] == keys]:
         del sources[older]
     sources[keys] = source
@@ -258,6 +269,15 @@ class _Sources:
 
     def overrides_below(self, keys: Keys) -> list[str]:
         return [s for k, s in self.by_key.items() if _under(k, keys) and s.startswith("override")]
+
+
+def _override_and_validate(
+    raw: dict[str, Any], overrides: Sequence[str], sections: Mapping[str, Section], sources: _Sources
+) -> dict[str, BaseModel]:
+    for text in overrides:
+        keys, value = parse_override(text)
+        _assign(raw, keys, value, f"override {text!r}", sources.by_key)
+    return _validate(raw, sections, sources)
 
 
 def _validate(raw: dict[str, Any], sections: Mapping[str, Section], sources: _Sources) -> dict[str, BaseModel]:
@@ -310,6 +330,7 @@ def _explain(
     """One line per key that pydantic refused."""
     wanted: dict[Keys, list[str]] = {}
     came: dict[Keys, Any] = {}
+    rules: set[Keys] = set()  # sections that broke a rule over several of their keys
     faults = []
     for fault in error.errors():
         missing = fault["type"] == "missing"
@@ -320,11 +341,15 @@ def _explain(
             continue
         wanted.setdefault(keys, []).append(_wanted(fault))
         came[keys] = ABSENT if missing else fault["input"]
+        if fault["type"] == "value_error" and isinstance(fault["input"], dict):
+            rules.add(keys)
     for keys, wants in wanted.items():
+        if any(_under(deeper, keys) for deeper in wanted):
+            continue  # a list that lost its only, faulty item is said to be empty
         where, key, want = sources.of(keys), ".".join(keys), " or ".join(dict.fromkeys(wants))
         if came[keys] is ABSENT:
             faults.append(f"{where}: {key} is missing; write {key} in the recipe or add {key}=... to the command")
-        elif isinstance(came[keys], BaseModel | dict):  # a rule over several keys of one section
+        elif keys in rules:
             faults.append(f"{'; '.join([where, *sources.overrides_below(keys)])}: {key}: {want}")
         else:
             faults.append(f"{where}: {key}: {want}, got {_came(came[keys])}")
@@ -385,6 +410,8 @@ def key_paths(model: SectionModel) -> Iterator[Keys]:
     """Every key that the model knows, nested ones included; ANY stands for a free name or a list index."""
     for name, field in model.model_fields.items():
         yield (name,)
+        if _free_mapping(field.annotation):
+            yield (name, ANY)
         for between, inner in _models_in(field.annotation):
             if inner is not model:
                 yield from ((name, *between, *keys) for keys in key_paths(inner))
@@ -404,6 +431,12 @@ def _models_in(annotation: Any) -> list[tuple[Keys, SectionModel]]:
         return [((), annotation)]
     free = (ANY,) if typing.get_origin(annotation) in (list, tuple, dict) else ()
     return [((*free, *between), model) for part in typing.get_args(annotation) for between, model in _models_in(part)]
+
+
+def _free_mapping(annotation: Any) -> bool:
+    """True for `dict[str, float]` and the like, whose keys the user chooses and whose values are no sections."""
+    is_dict = annotation is dict or typing.get_origin(annotation) is dict
+    return (is_dict and not _models_in(annotation)) or any(map(_free_mapping, typing.get_args(annotation)))
 
 
 def _real_keys(loc: tuple[int | str, ...], values: Any, keep_last: bool) -> Keys:

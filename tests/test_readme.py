@@ -207,10 +207,22 @@ def is_family(stem: str) -> bool:
 
 
 def known_key(keys: recipes.Keys) -> bool:
+    """True for a key of some section, and for whatever lies below a key that takes a free mapping."""
     return any(
-        len(path) == len(keys) and all(p in (k, recipes.ANY) for p, k in zip(path, keys, strict=True))
+        (len(path) == len(keys) or (path[-1] == recipes.ANY and len(path) < len(keys)))
+        and all(p in (k, recipes.ANY) for p, k in zip(path, keys, strict=False))
         for path in known_keys()
     )
+
+
+def keys_of(values: dict[str, Any], above: recipes.Keys = ()) -> Iterator[recipes.Keys]:
+    """The keys of the leaves of nested or dotted mappings."""
+    for name, value in values.items():
+        keys = (*above, *str(name).split("."))
+        if isinstance(value, dict) and value:
+            yield from keys_of(value, keys)
+        else:
+            yield keys
 
 
 def key_faults(text: str) -> Iterator[str]:
@@ -226,7 +238,7 @@ def key_faults(text: str) -> Iterator[str]:
         if not isinstance(values, dict) or not set(values) & set(SECTIONS):
             continue  # another kind of YAML file
         smoke = values.pop("smoke", None) or {}
-        for keys, _ in [*recipes.leaves(values), *recipes.leaves(smoke)]:
+        for keys in [*keys_of(values), *keys_of(smoke)]:
             if not known_key(keys):
                 yield f"{block.line}: no recipe key {'.'.join(keys)}"
 
@@ -358,6 +370,16 @@ accelerate launch -m draftsmith.train.cli capture quickstart
 `draftsmith accept` says what `train.lr` did; see [models](models/draft.py), `recipes/*.yaml` and `runs/x/best.json`.
 """
     assert [*command_faults(text), *key_faults(text), *path_faults(text)] == []
+
+
+def test_keys_below_a_free_mapping_pass_and_below_a_section_do_not():
+    assert known_key(("data", "chat", "template_kwargs", "enable_thinking"))
+    assert known_key(("data", "evaluation", "heldout", "path"))
+    assert known_key(("data", "evaluation"))
+    assert not known_key(("data", "chat", "sytem"))
+    assert not known_key(("data", "evaluation", "heldout", "paht"))
+    assert not known_key(("train", "lr", "x"))
+    assert not known_key(("train", "lrr"))
 
 
 def test_planted_wrong_keys_and_paths_are_found_with_their_lines():

@@ -177,6 +177,16 @@ def test_smoke_values_lie_between_the_file_and_the_overrides(read):
     assert "smoke" not in recipe.resolved()
 
 
+def test_a_smoke_section_joins_sections_and_replaces_plain_values(read):
+    text = TEXT + "data:\n  evaluation: {a: {path: x, split: s}}\n  regenerate: null\n"
+    text += "smoke:\n  target.name: {x: 1}\n  data: {evaluation: {a: {path: y}}, regenerate: {max_len: 3}}\n"
+    message = refusal(read, text, smoke=True)
+    assert "small.yaml: smoke: target.name: must be a valid string, got {'x': 1} (dict)" in message
+    recipe = read(text, "target.name=z", smoke=True)
+    assert recipe.data.evaluation == {"a": Source(path="y", split="s")}
+    assert recipe.data.regenerate == Chat(max_len=3)
+
+
 def test_an_empty_section_means_its_defaults(read):
     assert read(TEXT.replace("  lr: 1e-4\n", "")).train == Train()
 
@@ -273,9 +283,36 @@ def test_a_section_that_is_not_a_mapping_is_refused(read):
     )
 
 
-@pytest.mark.parametrize("override", ["train.lr", "lr=1", "train..lr=1", "=1", "train.=1"])
+@pytest.mark.parametrize("override", ["train.lr", "train..lr=1", "=1", "train.=1"])
 def test_an_override_of_another_shape_is_refused_with_the_right_one(read, override):
     assert "expected section.key=value" in refusal(read, TEXT, override)
+
+
+def test_an_override_one_level_too_high_is_refused_with_the_right_place(read):
+    assert "override 'lr=1': lr is not a key; did you mean train.lr?" in refusal(read, TEXT, "lr=1")
+    assert "override 'train=1': train must be a section of keys, got 1 (int)" in refusal(read, TEXT, "train=1")
+
+
+def test_a_faulty_item_is_reported_without_the_list_it_stands_in(read):
+    class Many(Frozen):
+        sources: list[Source] = Field(min_length=1)
+
+    with pytest.raises(RecipeError) as caught:
+        recipes.validate({"data": {}}, ["data.sources=[{path: 1}]"], {"data": Many}, "here")
+    assert str(caught.value).endswith("data.sources.0.path: must be a valid string, got 1 (int)")
+    assert "\n" not in str(caught.value)
+
+
+def test_values_that_stand_in_no_file_are_validated_alike():
+    values = {"target": {"name": "x"}}
+    assert recipes.validate(values, ["target.revision=a"], {"target": Target}, "--target")["target"] == Target(
+        name="x", revision="a"
+    )
+    with pytest.raises(RecipeError, match="override 'target.rev=a': target.rev is not a key; did you mean target.rev"):
+        recipes.validate(values, ["target.rev=a"], {"target": Target}, "--target")
+    with pytest.raises(RecipeError, match="^--target: target.name is missing"):
+        recipes.validate({}, [], {"target": Target}, "--target")
+    assert values == {"target": {"name": "x"}}
 
 
 def test_an_override_below_a_plain_value_is_refused(read):
