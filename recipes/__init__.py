@@ -384,6 +384,7 @@ def _nearest(keys: Keys, siblings: list[str], known: list[Keys]) -> str | None:
         by_word.setdefault(path[-1], []).append(path)
     if word not in by_word:
         here = difflib.get_close_matches(word, siblings, n=1)
+        here = here or [name for name in siblings if min(len(name), len(word)) > 2 and (name in word or word in name)]
         if here:
             return ".".join((*keys[:-1], here[0]))
         anywhere = difflib.get_close_matches(word, by_word, n=1, cutoff=0.75)
