@@ -638,16 +638,16 @@ def _share_rows(answers: list[_Answer]) -> list[list[_Answer]]:
 
 
 # -- for people ------------------------------------------------------------------------------------------------------
-def drop_table(reasons: Counter[str], total: int) -> Table:
-    """Why chats or single answers were dropped, most frequent first. total: number of chats read."""
+def drop_table(tally: Tally) -> Table:
+    """Why chats or single answers were dropped, most frequent first."""
     from rich.table import Table
 
-    table = Table(title=f"dropped, out of {total:,} chats", title_justify="left")
+    table = Table(title=f"dropped, out of {tally.chats:,} chats", title_justify="left")
     table.add_column("reason")
     table.add_column("number", justify="right")
-    for reason, num in reasons.most_common():
+    for reason, num in tally.reasons.most_common():
         table.add_row(reason, f"{num:,}")
-    if not reasons:
+    if not tally.reasons:
         table.add_row("nothing", "0")
     return table
 

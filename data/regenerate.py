@@ -98,6 +98,12 @@ class RegenerateConfig(BaseModel):
             raise ValueError(f"server must be a URL such as http://localhost:8000, got {self.server!r}")
         return self
 
+    def key(self) -> dict[str, Any]:
+        """What determines the answers, for stage keys: who is asked how often and how long does not."""
+        idle = {"server", "concurrency", "retries", "backoff_s", "timeout_s", "api_key_env"}
+        engine = {"batch_size"} if self.server is not None else set()
+        return self.model_dump(mode="json", exclude=idle | engine) | {"server": self.server is not None}
+
 
 class Answer(NamedTuple):
     """Generated ids, the stop token included, and how they ended."""

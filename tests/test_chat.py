@@ -307,7 +307,7 @@ def test_the_tally_counts_and_the_table_shows_what_was_dropped():
     assert (tally.chats, tally.rows, tally.tokens, tally.supervised) == (4, len(kept), 51, 7)
     assert tally.reasons == Counter({"no assistant turn (prompts need regenerate)": 2, "unreadable row": 1})
     console = Console(file=StringIO(), width=100)
-    console.print(drop_table(tally.reasons, tally.chats))
+    console.print(drop_table(tally))
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "out of 4 chats" in shown
     assert "no assistant turn (prompts need regenerate)" in shown

@@ -496,3 +496,11 @@ def test_a_server_that_stays_away_ends_in_an_error_and_what_was_answered_is_kept
 def test_settings_that_cannot_work_are_refused_at_once(config, message):
     with pytest.raises(ValueError, match=message):
         RegenerateConfig(**config)
+
+
+def test_a_stage_key_follows_the_sampling_and_not_the_patience():
+    one = RegenerateConfig(server="http://a:1", concurrency=4)
+    assert one.key() == RegenerateConfig(server="http://b:2", retries=1, batch_size=8).key()
+    assert one.key() != RegenerateConfig().key()
+    assert one.key() != RegenerateConfig(server="http://a:1", temperature=1.0).key()
+    assert RegenerateConfig().key() != RegenerateConfig(batch_size=8).key()
