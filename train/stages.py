@@ -44,7 +44,7 @@ from draftsmith.data.chat import (
 )
 from draftsmith.data.regenerate import LocalEngine, ServerEngine, regenerate
 from draftsmith.data.shards import FeatureStore, finish_stage, stage_counts, stage_dir
-from draftsmith.eval import acceptance, exact, report
+from draftsmith.eval import acceptance, certify, exact, report
 from draftsmith.eval import plan as planning
 from draftsmith.eval.acceptance import EvalConfig
 from draftsmith.models import export
@@ -88,6 +88,8 @@ class Stages:
         self.prompts = prompts
         self.given_draft = draft
         self.console = Console(stderr=quiet, highlight=False)
+        if not self.console.is_terminal:
+            self.console.width = 120
         self._rows: dict[str, list[Row]] = {}
         self._stores: dict[str, FeatureStore] = {}
         self.rank = int(os.environ.get("RANK", 0))
@@ -444,13 +446,8 @@ class Stages:
         config: EvalConfig = self.recipe.eval
         prompts, _ = next(iter(self._prompt_sets().values()))
 
-        def in_fp32() -> Target:
-            if self.target.dtype == torch.float32:
-                return self.target
-            return Target.load(self.recipe.target.model_copy(update={"dtype": "float32"}))
-
         with self._timed("certificate"):
-            found = certify.certify(self.target, in_fp32, self.draft, prompts, config)
+            found = certify.certify(self.target, self.draft, prompts, config)
         self._write("certificate.json", found)
         for line in report.proof_lines(found):
             self.say(f"  {line}")
