@@ -41,6 +41,11 @@ def test_the_schedule_ends_at_the_smallest_ratio_and_starts_at_full_height_witho
     assert lr_factor(5000, settings) == pytest.approx(0.1)  # past the end nothing turns negative
 
 
+def test_the_usual_warm_up_is_a_tenth_of_the_run_and_at_most_ten_steps():
+    assert [config(steps=n, warmup_steps=None).warmup for n in (1, 9, 50, 300)] == [0, 0, 5, 10]
+    assert lr_factor(0, config(steps=50, warmup_steps=None)) == 0.2
+
+
 def test_muon_moves_matrices_and_adamw_norms_biases_and_tables():
     parts = build(ToyDraft(), config(optimizer="muon")).parts
     names = {kind: {n for g in part.param_groups for n in g["names"]} for kind, part in parts.items()}

@@ -43,7 +43,7 @@ RECIPE, PROVENANCE, BEST, STEP, LOCK = "recipe.yaml", "provenance.json", "best.j
 OPTIMIZER, LOOP = "state/optimizer.pt", "state/loop.pt"
 PACKAGES = ("draftsmith", "torch", "transformers", "accelerate", "safetensors", "datasets", "deepspeed")
 
-# what may change between the sittings of a run: nothing here moves a weight
+# what may change between the sittings of a run: nothing here moves a weight while all numbers are finite
 FREE_KEYS = (
     "eval",
     "train.log_every",
@@ -52,6 +52,7 @@ FREE_KEYS = (
     "train.keep_last",
     "train.tracker",
     "train.ranks",
+    "train.on_nonfinite",
 )
 
 

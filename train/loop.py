@@ -129,6 +129,7 @@ def train(
         run_id = folder.open_run(run, recipe, data or {}) if main else ""
         accelerator.wait_for_everyone()
         start = starting_point(run, config, accelerator)
+        evaluates = any(gather(accelerator, (evaluate is not None,))[0])  # rank 0 alone may have been given one
         random.seed(config.seed + rank)
         torch.manual_seed(config.seed + rank)
         model = accelerator.prepare_model(draft)
@@ -173,7 +174,7 @@ def train(
             window.start()
 
         def evaluation_due() -> bool:
-            return evaluate is not None and done > 0 and (done == config.steps or divides(config.eval_every, done))
+            return evaluates and done > 0 and (done == config.steps or divides(config.eval_every, done))
 
         with View(done, config.steps, main) as view:
             for text in filter(None, (note, standing(start, config.steps))):
@@ -227,8 +228,9 @@ def train(
                     measure()
                     stop = world == 1 and signals.requested
 
-            result = standing_result(run, done, signals.requested and (done < config.steps or signals.cut))
-            view.say(farewell(result, config.steps, signals.name))
+            names, cuts = gather(accelerator, (signals.name, signals.cut))  # a signal may have reached one rank alone
+            result = standing_result(run, done, interrupted=done < config.steps or any(cuts))
+            view.say(farewell(result, config.steps, max(names)))
     accelerator.unwrap_model(model, keep_fp32_wrapper=False)  # takes accelerate's autocast off draft.forward again
     for running in accelerator.trackers:
         running.finish()

@@ -34,16 +34,16 @@ class OptimConfig(BaseModel):
     weight_decay: float = Field(0.0, ge=0)  # per unit of lr, on matrices only; drafts are small and see data few times
     muon_momentum: float = Field(0.95, ge=0, lt=1)  # Muon's moment decay (Jordan 2024)
     lr_overrides: dict[str, float] = {}  # {parameter-name prefix: lr at its highest}; the longest prefix wins
-    warmup_steps: int = Field(10, ge=0)  # steps over which lr grows from lr / warmup_steps to lr
+    warmup_steps: int | None = Field(None, ge=0)  # steps in which lr grows to its height; null = a tenth, at most 10
     schedule: Literal["linear", "cosine", "constant"] = "linear"  # how lr falls after warm-up
     min_lr_ratio: float = Field(0.0, ge=0, le=1)  # lr at the end / lr at its highest; unused by constant
     clip: float | None = Field(1.0, gt=0)  # largest global gradient norm; null = never clipped
 
     @model_validator(mode="after")
     def _combinations(self) -> OptimConfig:
-        if self.warmup_steps >= self.steps and self.warmup_steps > 0:
+        if self.warmup >= self.steps:
             raise ValueError(
-                f"warmup_steps {self.warmup_steps} must be below steps {self.steps}: lr would never reach its height"
+                f"warmup_steps {self.warmup} must be below steps {self.steps}: lr would never reach its height"
             )
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas {list(self.betas)} must both be in [0, 1)")
@@ -54,18 +54,23 @@ class OptimConfig(BaseModel):
             raise ValueError(f"lr_overrides {bad} must be finite and >= 0")
         return self
 
+    @property
+    def warmup(self) -> int:
+        """Warm-up steps in use."""
+        return min(10, self.steps // 10) if self.warmup_steps is None else self.warmup_steps
+
 
 def lr_factor(step: int, config: OptimConfig) -> float:
     """What the highest lr is multiplied by at update `step` (0-based), 0..1; depends on nothing else.
 
-    The first warm-up update uses 1 / warmup_steps, so no update is wasted on lr 0; the last update is one short of the
+    The first warm-up update uses 1 / warmup, so no update is wasted on lr 0; the last update is one short of the
     end of the schedule for the same reason.
     """
-    if step < config.warmup_steps:
-        return (step + 1) / config.warmup_steps
+    if step < config.warmup:
+        return (step + 1) / config.warmup
     if config.schedule == "constant":
         return 1.0
-    progress = min(1.0, (step - config.warmup_steps) / (config.steps - config.warmup_steps))
+    progress = min(1.0, (step - config.warmup) / (config.steps - config.warmup))
     fall = 1 - progress if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
     return config.min_lr_ratio + (1 - config.min_lr_ratio) * fall
 
