@@ -14,7 +14,8 @@ Total loss, S = ttt_steps, c = config.loss, z(s) = rows supervised at step s:
     z(s) = {t : loss mask is 1 at x[t+1] .. x[t+2+s], one document}      k(s) = {t in z(s) : x[t+2+s] is kept}
 
 |z(s)| and |k(s)| are global: the loop sums `counts` over micro-batches and ranks and hands them to forward, which
-divides. The losses stand in models/losses.py, the masks in `supervised_steps` and `Plan` below.
+divides. The rows z(s) come from `supervised_steps`, the attention spans from `Plan` (both models/chains.py), the losses
+from models/losses.py.
 Decoding keeps one KV cache: real rows are committed, speculative rows are forgotten because the cache's lengths stay.
 Saved are the weights below and draft_vocab; embedding and teacher head belong to the target.
 
@@ -26,7 +27,7 @@ V target vocabulary, Vd draft vocabulary, M context rows, N rows of a step.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -35,6 +36,7 @@ from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
 from draftsmith.models import vocab
+from draftsmith.models.chains import Plan, by_documents, supervised_steps
 from draftsmith.models.draft import (
     Batch,
     Captured,
@@ -50,10 +52,10 @@ from draftsmith.models.draft import (
 from draftsmith.models.layers import (
     MLP,
     Attention,
+    ChainKeys,
     KVCache,
     RMSNorm,
     Rope,
-    Span,
     chain_attention,
     matmul_dtype,
 )
@@ -64,7 +66,7 @@ from draftsmith.models.target import default_aux_layers
 LOSSES = ("ce", "kl", "tv", "nla", "lk")
 
 
-class Config(DraftConfig):
+class Eagle3Config(DraftConfig):
     """The `draft:` section of an EAGLE-3 recipe. A size of None is the target's."""
 
     family: Literal["eagle3"] = "eagle3"
@@ -112,7 +114,7 @@ class Config(DraftConfig):
         return loss
 
     @model_validator(mode="after")
-    def _no_contradictions(self) -> Config:
+    def _no_contradictions(self) -> Eagle3Config:
         if self.norm_before_fc and self.fc_norm:
             raise ValueError(
                 "norm_before_fc (one norm over all features) and fc_norm (one per aux layer) exclude each other: "
@@ -132,91 +134,6 @@ class Config(DraftConfig):
     @property
     def mix(self) -> Mix:
         return Mix(**self.loss, **({} if self.lk_eta is None else {"lk_eta": self.lk_eta}))
-
-
-# -- which positions are supervised, and what they see ---------------------------------------------------------------
-def supervised_steps(loss_mask: np.ndarray, bounds: Sequence[int], most: int) -> np.ndarray:
-    """[T] number of steps, 0..most, at which row t is supervised.
-
-    Step s of row t: the loss mask is 1 at x[t+1] (the anchor), x[t+2], ..., x[t+2+s] (the label), in one document.
-    So a row is supervised at the steps 0..n-1 and at no later one.
-    """
-    total = len(loss_mask)
-    ends = np.asarray(bounds[1:], dtype=np.int64)
-    stops = np.union1d(np.flatnonzero(~loss_mask), ends)  # where a run of ones ends
-    at = np.arange(1, total + 1)
-    ones_ahead = stops[np.minimum(np.searchsorted(stops, at), len(stops) - 1)] - at  # ones from x[t+1] on
-    steps = np.clip(ones_ahead - 1, 0, most)
-    steps[ends - 1] = 0  # the next token is another document's
-    return steps
-
-
-class Step(NamedTuple):
-    """Rows of one step: `rows` [N] among those of step 0, `kept` [N] among those of the step before, the attention
-    spans, and `teachers` [N] on the host, the teacher row of each."""
-
-    rows: Tensor
-    kept: Tensor
-    spans: list[Span]
-    teachers: Tensor
-
-
-class Plan(NamedTuple):
-    """Index plan of one pass, made on the host.
-
-    context: [M] packed positions whose features are read: each document from its start to its last row in use.
-    prefix: spans of all context rows. rows: [N] context rows of step 0. steps: one entry per step.
-    teachers: [U] packed positions whose last hidden state predicts a label.
-    """
-
-    context: Tensor
-    prefix: list[Span]
-    rows: Tensor
-    steps: list[Step]
-    teachers: Tensor
-
-    @classmethod
-    def of(cls, rows: np.ndarray, num_steps: np.ndarray, bounds: Sequence[int], device: torch.device) -> Plan:
-        """Plan for ascending packed rows, row i taking part in num_steps[i] >= 1 steps."""
-        starts = np.asarray(bounds[:-1], dtype=np.int64)
-        doc = np.searchsorted(starts, rows, side="right") - 1
-        context, prefix, offsets = [], [], np.zeros(len(starts), dtype=np.int64)
-        size = 0
-        for d in np.unique(doc):
-            stop = int((rows + num_steps)[doc == d].max())  # the last chain reads token x[stop]
-            length = stop - int(starts[d])
-            offsets[d] = size
-            context.append(np.arange(starts[d], stop))
-            prefix.append(Span(size, size, size, size + length))
-            size += length
-        at = rows - starts[doc] + offsets[doc]  # [N] context row of each row
-        members = [np.flatnonzero(num_steps > s) for s in range(int(num_steps.max()))]
-        teachers = np.unique(np.concatenate([rows[m] + 1 + s for s, m in enumerate(members)]))
-        steps = []
-        for s, member in enumerate(members):
-            before = members[max(s - 1, 0)]
-            steps.append(
-                Step(
-                    torch.from_numpy(member).to(device),
-                    torch.from_numpy(np.searchsorted(before, member)).to(device),
-                    _spans(at[member], offsets[doc[member]]),
-                    torch.from_numpy(np.searchsorted(teachers, rows[member] + 1 + s)),
-                )
-            )
-        return cls(
-            torch.from_numpy(np.concatenate(context)).to(device),
-            prefix,
-            torch.from_numpy(at).to(device),
-            steps,
-            torch.from_numpy(teachers).to(device),
-        )
-
-
-def _spans(at: np.ndarray, first_keys: np.ndarray) -> list[Span]:
-    """Rows that follow each other in one document form one span."""
-    cuts = np.flatnonzero((np.diff(at) != 1) | (np.diff(first_keys) != 0)) + 1
-    edges = [0, *cuts.tolist(), len(at)]
-    return [Span(int(first_keys[a]), int(at[a]), a, b) for a, b in zip(edges[:-1], edges[1:], strict=True)]
 
 
 # -- network ---------------------------------------------------------------------------------------------------------
@@ -269,27 +186,11 @@ class _Projection(NamedTuple):
         return projected + (self.tokens if token_rows is None else self.tokens[token_rows])
 
 
-class _Keys(NamedTuple):
-    """What one layer's queries see in training: k, v [M, G, E] of step 0, the chain [N, s, G, E] of later steps."""
-
-    k: Tensor
-    v: Tensor
-    chain_k: Tensor | None = None
-    chain_v: Tensor | None = None
-
-    def then(self, kept: Tensor, k: Tensor, v: Tensor) -> _Keys:
-        """One step more, for the `kept` rows of the step before; k, v: [N, G, E]."""
-        k, v = k[:, None], v[:, None]
-        if self.chain_k is not None and self.chain_v is not None:
-            k, v = torch.cat([self.chain_k[kept], k], 1), torch.cat([self.chain_v[kept], v], 1)
-        return _Keys(self.k, self.v, k, v)
-
-
 class Eagle3(Draft):
-    Config = Config
-    config: Config
+    Config = Eagle3Config
+    config: Eagle3Config
 
-    def __init__(self, config: Config, target: TargetSpec):
+    def __init__(self, config: Eagle3Config, target: TargetSpec):
         super().__init__(config, target)
         size = target.hidden_size
         aux = default_aux_layers(target.num_layers) if config.aux_layers is None else config.aux_layers
@@ -362,6 +263,10 @@ class Eagle3(Draft):
             if config.head == "trainable" and config.init_head == "target":
                 self.lm_head.weight.copy_(self.kept_rows(self.target_head))
 
+    @property
+    def stack(self) -> list[Layer]:
+        return cast("list[Layer]", list(self.layers))
+
     def kept_rows(self, table: Tensor) -> Tensor:
         """Rows of a [V, ...] table that belong to the draft vocabulary."""
         return table if self.draft_vocab is None else table[self.draft_vocab]
@@ -380,7 +285,7 @@ class Eagle3(Draft):
         rows = self.embedding[tokens].to(dtype)
         if self.target.embedding_scale != 1.0:
             rows = rows * self.target.embedding_scale
-        return self.layers[0].input_layernorm(rows)
+        return self.stack[0].input_layernorm(rows)
 
     def outputs(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """(what goes into the head, what goes into the next step) of the last layer's state."""
@@ -415,7 +320,7 @@ class Eagle3(Draft):
         return {name: torch.tensor(float(count), device=device) for name, count in found.items()}
 
     def forward(self, batch: Batch, denominators: dict[str, Tensor]) -> dict[str, Term]:
-        """{"loss"} and per step s {"loss/step<s>", "accept/match_<s>", "accept/overlap_<s>" or "accept/kept_overlap_<s>"}.
+        """The loss, and metrics per step s: loss_<s>, match_<s>, and overlap_<s> or kept_overlap_<s>.
 
         match: the draft's best token is the one that follows. overlap: sum of min(p, q), the chance that a sampled
         proposal is accepted; kept_overlap: the same with p renormalised over the draft vocabulary, an upper limit,
@@ -487,24 +392,24 @@ class Eagle3(Draft):
         positions = batch.positions[plan.context]
         embedded = self.embed(batch.input_ids[plan.context + 1], dtype)
         projections = []  # (queries, keys and values) of each layer
-        for i, layer in enumerate(self.layers):
+        for i, layer in enumerate(self.stack):
             attention, beside = layer.self_attn, embedded if i == 0 else None
             key_value = [attention.k_proj, attention.v_proj]
             projections.append(
                 (_Projection.of([attention.q_proj], beside, dtype), _Projection.of(key_value, beside, dtype))
             )
 
-        state, hidden, seen = self.fuse(features), [], dict[int, _Keys]()
+        state, hidden, seen = self.fuse(features), [], dict[int, ChainKeys]()
         for s, step in enumerate(plan.steps):
             at = plan.rows[step.rows]  # [N] context rows; their tokens and positions at this step are s further
             x = state if s == 0 else state[step.kept]
             rope = self.rope(positions if s == 0 else positions[at] + s, dtype)
-            for i, (layer, (to_queries, to_keys)) in enumerate(zip(self.layers, projections, strict=True)):
+            for i, (layer, (to_queries, to_keys)) in enumerate(zip(self.stack, projections, strict=True)):
                 attention = layer.self_attn
                 normed, residual = layer.enter(x, self.config.norm_before_residual)
                 k, v = to_keys(normed, None if s == 0 else at + s).chunk(2, -1)
                 k, v = attention.keys(k, rope), attention.values(v)
-                seen[i] = _Keys(k, v) if s == 0 else seen[i].then(step.kept, k, v)
+                seen[i] = ChainKeys(k, v) if s == 0 else seen[i].then(step.kept, k, v)
                 spans, q_rope = step.spans, rope
                 if s == 0 and i + 1 < len(self.layers):
                     q = to_queries(normed, None)
@@ -525,7 +430,7 @@ class Eagle3(Draft):
         one = found.loss.new_ones(())
         assert found.total is not None
         terms = {"loss": Term(found.total, one)}
-        metrics = {"loss/step": found.loss, "accept/match_": found.match}
+        metrics = {"loss_": found.loss, "match_": found.match}
         if found.alpha is not None:
             metrics[self._overlap_name] = found.alpha
         for name, rows in metrics.items():
@@ -537,7 +442,7 @@ class Eagle3(Draft):
 
     @property
     def _overlap_name(self) -> str:
-        return "accept/kept_overlap_" if self.reduced and not self.mix.needs_acceptance else "accept/overlap_"
+        return "kept_overlap_" if self.reduced and not self.mix.needs_acceptance else "overlap_"
 
     def _nothing_supervised(self, device: torch.device) -> dict[str, Term]:
         """A loss of zero that still reaches every trainable tensor, so that no rank waits for a gradient."""
@@ -587,7 +492,7 @@ class Eagle3(Draft):
         """
         embedded, rope = self.embed(tokens, x.dtype), self.rope(at, x.dtype)
         every = torch.arange(len(tokens), device=tokens.device)[:, None]
-        for i, layer in enumerate(self.layers):
+        for i, layer in enumerate(self.stack):
             attention = layer.self_attn
             normed, residual = layer.enter(x, self.config.norm_before_residual)
             into = torch.cat([embedded, normed], -1) if i == 0 else normed
@@ -617,7 +522,7 @@ class Eagle3(Draft):
                 f"the bounds {batch.bounds}, so anchors go from start + 1 to end - 1"
             )
         num_steps = np.minimum(num, ends[doc] - 1 - wanted)
-        for part in _by_documents(doc, 512):
+        for part in by_documents(doc, 512):
             yield self._slot_probs(batch, wanted[part], num_steps[part], num, sampler)
 
     def _slot_probs(
@@ -657,7 +562,7 @@ class Eagle3(Draft):
     # -- export ------------------------------------------------------------------------------------------------
     def neutral(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """See models/export.py for the form. `training` holds the settings that servers do not ask for."""
-        config, attention = self.config, self.layers[0].self_attn
+        config, attention = self.config, self.stack[0].self_attn
         about = {
             "family": "eagle3",
             "aux_layers": list(self.needs.aux_layers),
@@ -695,7 +600,7 @@ class Eagle3(Draft):
             )
         if "lm_head.weight" not in tensors:
             training |= {"head": "frozen", "init_head": "target"}
-        ours = Config(
+        ours = Eagle3Config(
             aux_layers=tuple(config["aux_layers"]),
             draft_vocab=len(tensors["draft_vocab"]) if "draft_vocab" in tensors else None,
             num_layers=config["num_layers"],
@@ -730,14 +635,3 @@ TRAINING_KEYS = (
     "lk_eta",
     "feature_noise",
 )
-
-
-def _by_documents(doc: np.ndarray, most: int) -> Iterator[slice]:
-    """Cut ascending anchors, given their documents, into parts of about `most`; no document is in two parts."""
-    begin = 0
-    edges = [*(np.flatnonzero(np.diff(doc)) + 1).tolist(), len(doc)]
-    for i, edge in enumerate(edges):
-        following = edges[i + 1] if i + 1 < len(edges) else None
-        if following is None or following - begin > most:
-            yield slice(begin, edge)
-            begin = edge

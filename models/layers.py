@@ -224,6 +224,22 @@ def chain_attention(
     return _ChainAttention.apply(q, k, v, chain_k, chain_v, tuple(spans))
 
 
+class ChainKeys(NamedTuple):
+    """What a layer's queries see in training: k, v [M, G, E] of step 0, the chain [N, s, G, E] of the later steps."""
+
+    k: Tensor
+    v: Tensor
+    chain_k: Tensor | None = None
+    chain_v: Tensor | None = None
+
+    def then(self, kept: Tensor, k: Tensor, v: Tensor) -> ChainKeys:
+        """One step more for the `kept` rows of the step before; k, v: [N, G, E]."""
+        k, v = k[:, None], v[:, None]
+        if self.chain_k is not None and self.chain_v is not None:
+            k, v = torch.cat([self.chain_k[kept], k], 1), torch.cat([self.chain_v[kept], v], 1)
+        return ChainKeys(self.k, self.v, k, v)
+
+
 class _Piece(NamedTuple):
     """Queries [start, stop) against keys [first_key, last_key); the last stop - start keys are causal."""
 
@@ -297,9 +313,10 @@ class _ChainAttention(torch.autograd.Function):
         for piece in _pieces(ctx.spans, _chunk_size(queries)):
             rows, seen = slice(piece.start * rep, piece.stop * rep), slice(piece.first_key, piece.last_key)
             scores = _scores(queries[:, rows], keys[:, seen], rep)
-            probs = scores.sub_(lse[:, rows, None]).exp_()
-            d_v[:, seen] += torch.bmm(probs.transpose(1, 2), d_out[:, rows])
-            d_scores = torch.bmm(d_out[:, rows], values[:, seen].transpose(1, 2)).sub_(delta[:, rows]).mul_(probs)
+            probs = scores.to(lse.dtype).sub_(lse[:, rows, None]).exp_()
+            d_probs = torch.bmm(d_out[:, rows], values[:, seen].transpose(1, 2)).to(lse.dtype)
+            d_scores = d_probs.sub_(delta[:, rows]).mul_(probs).to(queries.dtype)
+            d_v[:, seen] += torch.bmm(probs.to(queries.dtype).transpose(1, 2), d_out[:, rows])
             d_q[:, rows] = torch.bmm(d_scores, keys[:, seen])
             d_k[:, seen] += torch.bmm(d_scores.transpose(1, 2), queries[:, rows])
         d_chain_k = d_chain_v = None
@@ -358,6 +375,166 @@ def _dots(queries: Tensor, chain_k: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.stack(scores, -1).flatten(1, 2)
 
 
+class BlockSpan(NamedTuple):
+    """Blocks [start, stop) of one document, anchors ascending: block start + i sees the context keys first_key up to
+    ends[i], which stands at its anchor and is not seen."""
+
+    first_key: int
+    start: int
+    stop: int
+    ends: tuple[int, ...]
+
+
+def block_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_k: Tensor,
+    block_v: Tensor,
+    spans: Sequence[BlockSpan],
+    *,
+    causal: bool = False,
+    window: int | None = None,
+) -> Tensor:
+    """Attention of blocks over the context before their anchors and over themselves, one softmax over both.
+
+    q: [N, S, H, E], the last S slots of N blocks. k, v: [M, G, E], keys of the context. block_k, block_v: [N, L, G, E].
+    causal: a slot sees its block up to itself, else all of it. window: the slot at position p sees keys after
+    p - window only; it must be larger than L, so that each slot sees the row before its anchor. Every block has context.
+    Returns [N, S, H, E].
+    """
+    return _BlockAttention.apply(q, k, v, block_k, block_v, tuple(spans), causal, window)
+
+
+class _BlockPiece(NamedTuple):
+    """Blocks [start, stop) against keys [first_key, last_key); all of them see keys [first_key, shared) if there is no
+    window."""
+
+    first_key: int
+    shared: int
+    last_key: int
+    start: int
+    stop: int
+
+
+def _block_pieces(spans: Sequence[BlockSpan], size: int, first_slot: int, window: int | None) -> Iterator[_BlockPiece]:
+    """Neighbouring blocks share most of their context, so that few of their scores are computed to be hidden."""
+    for span in spans:
+        for start in range(span.start, span.stop, size):
+            stop = min(start + size, span.stop)
+            nearest, farthest = span.ends[start - span.start], span.ends[stop - 1 - span.start]
+            first_key = span.first_key
+            if window is not None:
+                first_key = max(first_key, nearest + first_slot - window + 1)
+            yield _BlockPiece(first_key, nearest, farthest, start, stop)
+
+
+class _BlockAttention(torch.autograd.Function):
+    """As _ChainAttention, with blocks of neighbouring anchors in place of consecutive queries.
+
+    Heads lead inside: [G, N*S*rep, E], the rows of a block side by side.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        block_k: Tensor,
+        block_v: Tensor,
+        spans: tuple[BlockSpan, ...],
+        causal: bool,
+        window: int | None,
+    ) -> Tensor:
+        num, slots, _, width = q.shape
+        groups, rep = k.shape[1], q.shape[2] // k.shape[1]
+        statistics = torch.promote_types(q.dtype, torch.float32)
+        first_slot = block_k.shape[1] - slots
+        pieces = list(_block_pieces(spans, max(_chunk_size(q) // slots, 1), first_slot, window))
+        ends = torch.tensor([end for span in spans for end in span.ends], device=q.device)
+        slot = torch.arange(first_slot, first_slot + slots, device=q.device)
+        queries = _heads_first((q * width**-0.5).flatten(0, 1), groups)
+        keys, values = k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()
+        own_keys, own_values = (x.permute(2, 0, 1, 3).contiguous() for x in (block_k, block_v))  # [G, N, L, E]
+        out = torch.empty_like(queries)
+        lse = queries.new_empty(queries.shape[:2], dtype=statistics)
+        for piece in pieces:
+            rows, seen = _rows_of(piece, slots * rep), slice(piece.first_key, piece.last_key)
+            scores = _context_scores(queries[:, rows], keys[:, seen], piece, ends, slot, window)
+            best = scores.amax(-1).to(statistics)
+            probs = torch.softmax(scores, -1, dtype=statistics)
+            lse[:, rows] = best - probs.amax(-1).log()
+            out[:, rows] = torch.bmm(probs.to(q.dtype), values[:, seen])
+        own_scores = torch.matmul(_by_block(queries, num), own_keys.transpose(2, 3)).to(statistics)  # [G, N, S*rep, L]
+        if causal:
+            later = torch.arange(block_k.shape[1], device=q.device) > slot[:, None]
+            own_scores.masked_fill_(later.repeat_interleave(rep, 0), -torch.inf)
+        joint = torch.logaddexp(lse, own_scores.logsumexp(-1).flatten(1))
+        own_probs = own_scores.sub_(_by_block(joint[..., None], num)).exp_().to(q.dtype)
+        out.mul_((lse - joint).exp_()[..., None])
+        _by_block(out, num).add_(torch.matmul(own_probs, own_values))
+        ctx.save_for_backward(queries, keys, values, own_keys, own_values, out, joint, own_probs, ends, slot)
+        ctx.pieces, ctx.window, ctx.rep = pieces, window, rep
+        return _rows_first(out, rep).unflatten(0, (num, slots))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        queries, keys, values, own_keys, own_values, out, lse, own_probs, ends, slot = ctx.saved_tensors
+        rep, dtype = ctx.rep, queries.dtype
+        num, slots = d_out.shape[:2]
+        d_out = _heads_first(d_out.flatten(0, 1), len(keys))
+        delta = (d_out * out).sum(-1, keepdim=True, dtype=lse.dtype)  # [G, N*S*rep, 1]
+        d_blocks = _by_block(d_out, num)
+        d_own = torch.matmul(d_blocks, own_values.transpose(2, 3)).to(lse.dtype)
+        d_own = d_own.sub_(_by_block(delta, num)).mul_(own_probs).to(dtype)
+        d_own_k = torch.matmul(d_own.transpose(2, 3), _by_block(queries, num))
+        d_own_v = torch.matmul(own_probs.transpose(2, 3), d_blocks)
+        d_q = torch.matmul(d_own, own_keys).flatten(1, 2)
+        d_k, d_v = torch.zeros_like(keys), torch.zeros_like(values)
+        for piece in ctx.pieces:
+            rows, seen = _rows_of(piece, slots * rep), slice(piece.first_key, piece.last_key)
+            scores = _context_scores(queries[:, rows], keys[:, seen], piece, ends, slot, ctx.window)
+            probs = scores.to(lse.dtype).sub_(lse[:, rows, None]).exp_()
+            d_probs = torch.bmm(d_out[:, rows], values[:, seen].transpose(1, 2)).to(lse.dtype)
+            d_scores = d_probs.sub_(delta[:, rows]).mul_(probs).to(dtype)
+            d_v[:, seen] += torch.bmm(probs.to(dtype).transpose(1, 2), d_out[:, rows])
+            d_q[:, rows] += torch.bmm(d_scores, keys[:, seen])
+            d_k[:, seen] += torch.bmm(d_scores.transpose(1, 2), queries[:, rows])
+        d_q = _rows_first(d_q.mul_(queries.shape[-1] ** -0.5), rep).unflatten(0, (num, slots))
+        d_own_k, d_own_v = d_own_k.permute(1, 2, 0, 3), d_own_v.permute(1, 2, 0, 3)
+        return d_q, d_k.transpose(0, 1), d_v.transpose(0, 1), d_own_k, d_own_v, None, None, None
+
+
+def _rows_of(piece: _BlockPiece, rows_per_block: int) -> slice:
+    return slice(piece.start * rows_per_block, piece.stop * rows_per_block)
+
+
+def _by_block(x: Tensor, num: int) -> Tensor:
+    """[G, N*R, X] -> a view [G, N, R, X]"""
+    return x.unflatten(1, (num, -1))
+
+
+def _context_scores(
+    queries: Tensor, keys: Tensor, piece: _BlockPiece, ends: Tensor, slot: Tensor, window: int | None
+) -> Tensor:
+    """[G, n*S*rep, keys] of the blocks of a piece; -inf at and after a block's anchor, and before a slot's window.
+
+    ends: [N], slot: [S].
+    """
+    scores = torch.bmm(queries, keys.transpose(1, 2))
+    ends = ends[piece.start : piece.stop, None]  # [n, 1]
+    first = piece.shared if window is None else piece.first_key
+    at = torch.arange(first, piece.last_key, device=scores.device)
+    hidden = (at >= ends)[:, None]  # [n, 1, keys]
+    if window is not None:
+        hidden = hidden | (at <= (ends + slot)[..., None] - window)  # [n, S, keys]
+    by_slot = scores.unflatten(1, (len(ends), len(slot), -1))  # [G, n, S, rep, keys]
+    by_slot[..., first - piece.first_key :].masked_fill_(hidden[:, :, None], -torch.inf)
+    return scores
+
+
 # -- decoding --------------------------------------------------------------------------------------------------------
 class KVCache:
     """Keys and values of a draft while decoding, one ragged row per sequence.
@@ -396,15 +573,32 @@ class KVCache:
             self.keys = F.pad(self.keys, (0, 0, 0, 0, 0, grow))
             self.values = F.pad(self.values, (0, 0, 0, 0, 0, grow))
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, at: Tensor, q_at: Tensor, limit: int) -> Tensor:
-        """Write k, v [B, N, G, E] at positions `at` [B, N]; queries q [B, M, H, E] at q_at [B, M] see 0..q_at.
-
-        limit: all positions are below it. Returns [B, M, H*E].
-        """
+    def write(self, layer: int, k: Tensor, v: Tensor, at: Tensor) -> None:
+        """Put k, v [B, N, G, E] at positions `at` [B, N]."""
         self.keys[layer][self._rows, at] = k.to(self.keys.dtype)
         self.values[layer][self._rows, at] = v.to(self.values.dtype)
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        at: Tensor,
+        q_at: Tensor,
+        limit: int,
+        first: Tensor | None = None,
+    ) -> Tensor:
+        """Write k, v [B, N, G, E] at positions `at` [B, N]; queries q [B, M, H, E] see 0..q_at [B, M].
+
+        limit: all positions are below it. first: [B, M], where a query sees nothing before. Returns [B, M, H*E].
+        """
+        self.write(layer, k, v, at)
         keys, values = self.keys[layer, :, :limit], self.values[layer, :, :limit]
-        visible = torch.arange(limit, device=q.device) <= q_at[..., None]  # [B, M, limit]
+        places = torch.arange(limit, device=q.device)
+        visible = places <= q_at[..., None]  # [B, M, limit]
+        if first is not None:
+            visible &= places >= first[..., None]
         out = F.scaled_dot_product_attention(
             q.transpose(1, 2),
             keys.transpose(1, 2),
