@@ -27,7 +27,7 @@ quickstart: setup-quickstart ## train, prove and export a draft for a 135M targe
 	$(RUN) -m draftsmith.train.cli run quickstart
 
 test: lint types ## lint, type check, then the test suite
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(JOBS) -m "not vllm and not slow and not network" $(PYTEST)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(JOBS) --dist loadgroup -m "not vllm and not slow and not network" $(PYTEST)
 
 lint: setup-dev ## ruff: rules and format
 	$(RUN) -m ruff check .

