@@ -30,12 +30,16 @@ from draftsmith import recipes
 from draftsmith.data.batches import Ahead, BatchSource, DataConfig, token_stats
 from draftsmith.data.capture import capture, checksum, describe
 from draftsmith.data.chat import (
+    ChatConfig,
     Row,
     Source,
     Tally,
     Template,
+    check_ids,
+    check_supervised,
     drop_table,
     fingerprint,
+    limit_row,
     read_chats,
     read_rows,
     rows_from_chats,
@@ -44,7 +48,7 @@ from draftsmith.data.chat import (
 )
 from draftsmith.data.regenerate import LocalEngine, ServerEngine, regenerate
 from draftsmith.data.shards import FeatureStore, finish_stage, stage_counts, stage_dir
-from draftsmith.eval import acceptance, certify, exact, report
+from draftsmith.eval import acceptance, certify, exact, report, speed
 from draftsmith.eval import plan as planning
 from draftsmith.eval.acceptance import EvalConfig
 from draftsmith.models import export
@@ -179,7 +183,7 @@ class Stages:
         return {
             "sources": [fingerprint(source) for source in sources],
             "chat": data.chat.model_dump(mode="json"),
-            "regenerate": data.regenerate.model_dump(mode="json") if data.regenerate else None,
+            "regenerate": data.regenerate.key() if data.regenerate else None,
             "max_len": data.max_len,
             "min_supervised": data.min_supervised,
             "target": {
@@ -227,7 +231,13 @@ class Stages:
         write_rows(folder / "rows.jsonl", rows)
         finish_stage(
             folder,
-            {"rows": len(rows), "tokens": tally.tokens, "supervised": tally.supervised, "dropped": dict(tally.reasons)},
+            {
+                "chats": tally.chats,
+                "rows": len(rows),
+                "tokens": tally.tokens,
+                "supervised": tally.supervised,
+                "dropped": dict(tally.reasons),
+            },
         )
         seconds = time.perf_counter() - start
         self.say(
@@ -247,7 +257,7 @@ class Stages:
             engine: Any = LocalEngine(self.target, config)
         else:
             engine = ServerEngine(config, self.recipe.target.name, self.target.spec.eos_ids)
-        about = {"sources": self._row_key(())["tokenizer"], "stage": folder.name}
+        about = {"stage": folder.name}
         with self._progress(f"answers {name}", len(chats), "chats") as advance:
             path = regenerate(
                 chats,
@@ -259,19 +269,18 @@ class Stages:
                 about,
                 lambda n, _: advance(n),
             )
+        tally.chats = len(chats)
+        tally.reasons.update(report.read_json(folder / "answers" / "counts.json")["dropped"])
         rows = []
-        for row in read_rows(path):
-            if len(row.input_ids) > data.max_len:
-                row = Row(row.id, row.kind, row.input_ids[: data.max_len], row.loss_mask[: data.max_len], row.meta)
-            if row.num_supervised < data.min_supervised:
-                tally.reasons["fewer supervised tokens than data.min_supervised"] += 1
-                continue
-            tally.add(row)
-            rows.append(row)
-        if not rows:
-            raise ValueError(
-                f"0 trainable tokens in {len(chats)} samples of {name}; look at the prompts and data.max_len"
-            )
+        for answered in read_rows(path):
+            check_ids(answered, self.target.tokenizer, self.target.spec.vocab_size)
+            row = limit_row(answered, data.max_len, data.min_supervised)
+            if isinstance(row, Row):
+                tally.add(row)
+                rows.append(row)
+            else:
+                tally.reasons[row.reason] += 1
+        check_supervised(tally)
         return rows
 
     def regenerate(self) -> None:
@@ -457,7 +466,7 @@ class Stages:
         config: EvalConfig = self.recipe.eval
         prompts, _ = next(iter(self._prompt_sets().values()))
         with self._timed("speed"):
-            found = speed.measure(self.target, self.draft, prompts, config, survival=self._survival())
+            found = speed.speed(self.target, self.draft, prompts, config, self._survival())
         self._write("speed.json", found)
         self.say(speed.speed_table(found))
         return found
@@ -481,11 +490,11 @@ class Stages:
         from draftsmith.models.sampling import Sampler
 
         tokenizer = self.target.tokenizer
-        if raw or tokenizer.chat_template is None:
+        if raw:
             ids = tokenizer(prompt)["input_ids"]
         else:
-            chat = [{"role": "user", "content": prompt}]
-            ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
+            template = Template(tokenizer, ChatConfig())
+            ids = template.encode(template.text([{"role": "user", "content": prompt}], None, prompt=True))
         sampler = Sampler(temperature, generator=torch.Generator().manual_seed(0))
         num = num or self.recipe.eval.num_proposals(self.draft)
         shown = ""
@@ -611,7 +620,7 @@ class Stages:
         key = self._row_key(self.recipe.data.train)
         counts = stage_counts(stage_dir(CACHE, "rows", key)) or {}
         if counts.get("dropped"):
-            tally = Tally(rows=counts["rows"])
+            tally = Tally(chats=counts["chats"], rows=counts["rows"])
             tally.reasons.update(counts["dropped"])
             self.say(drop_table(tally))
 
