@@ -85,10 +85,17 @@ class Target:
     model: the whole transformers model, without vision or audio towers. core: its text decoder, which gives last hidden.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: TargetConfig):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        config: TargetConfig,
+        folder: Path | None = None,
+    ):
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.config = config
+        self.folder = folder  # where its files lie, None for Hub ids
         self.core, self.layers = find_core(model)
         head = model.get_output_embeddings()
         if not isinstance(head, nn.Linear):
@@ -125,7 +132,7 @@ class Target:
         where = {"pretrained_model_name_or_path": str(source or config.name), "revision": config.revision or "main"}
         model: Any = _load_model(where, config)
         tokenizer = _load_tokenizer(where, config)
-        return cls(model.to(_device(config.device)), tokenizer, config)
+        return cls(model.to(_device(config.device)), tokenizer, config, source)
 
     # -- what drafts bind to --------------------------------------------------------------------------------------
     @property

@@ -16,6 +16,7 @@ import platform
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
@@ -535,20 +536,25 @@ class Stages:
         out = self.out / "export"
         num = self.recipe.eval.num_proposals(draft)
         published = self.recipe.target.published_name
-        export.write(
-            draft,
-            spec,
-            out,
-            format=layout or "plain",
-            num_speculative_tokens=num,
-            published_name=published,
-            force=force,
-        )
+        with warnings.catch_warnings(record=True) as noted:
+            warnings.simplefilter("always")
+            export.write(
+                draft,
+                spec,
+                out,
+                format=layout or "plain",
+                num_speculative_tokens=num,
+                published_name=published,
+                force=force,
+            )
+        for warning in noted:
+            self.say(f"[yellow]{warning.message}[/yellow]")
         self.say(f"export    {out}, read back and equal; serve it with\n  {self.serve_command()}")
         return out
 
     def serve_command(self) -> str:
-        return export.serve_command(self.out / "export", self.recipe.target.published_name or self.recipe.target.name)
+        """The command for the very target that was measured: its local files where it has some, else its Hub id."""
+        return export.serve_command(self.out / "export", str(self.target.folder or self.recipe.target.name))
 
     def serve(self, start: bool = False) -> None:
         command = self.serve_command()
