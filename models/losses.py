@@ -103,7 +103,7 @@ def distill(
     softcap: float | None = None,
     elements: int | None = None,
 ) -> Distilled:
-    """Losses of N >= 1 rows under the logits [softcap](hidden @ head.T + bias_features @ bias_weight.T).
+    """Losses of N >= 1 rows under the logits [softcap](hidden @ head.T) + bias_features @ bias_weight.T.
 
     hidden: [N, D]. teacher_index: [N] int64 on the host, the row of `teacher` each row is compared with.
     labels: [N] int64, the draft's column of y, -1 = y is not kept. head: [Vd, D].
@@ -258,10 +258,10 @@ def _forward(
         rows = slice(chunk.start, chunk.stop)
         teacher = None if work.teacher is None else _probs(work.teacher, chunk, work.mix, dtype, statistics)
         x = hidden_sorted[rows]
-        logits = x @ table.T  # [n, Vd]
+        logits = (x @ table.T).to(statistics)  # [n, Vd]
+        slope = _softcap_(logits, work.softcap)
         if features_sorted is not None and bias_table is not None:
-            logits.addmm_(features_sorted[rows], bias_table.T)
-        logits = logits.to(statistics)
+            _add_product_(logits, features_sorted[rows].T, bias_table.T)
         for start, stop, teachers in chunk.runs:
             part, run = logits[start:stop], slice(chunk.start + start, chunk.start + stop)
             loss[run], ce[run], match[run], alpha[run] = _losses_(
@@ -270,18 +270,17 @@ def _forward(
                 labels[run],
                 None if scale is None else scale[run],
                 work.mix,
-                work.softcap,
             )
         d_logits = logits.to(dtype)  # _losses_ has put the gradient there
-        torch.mm(d_logits, table, out=d_hidden[rows])
         if d_features is not None and bias_table is not None:
             torch.mm(d_logits, bias_table, out=d_features[rows])
-        if row_weights is not None:
-            weight = row_weights[rows, None]
-            if d_head is not None:
-                _add_product_(d_head, d_logits, (x * weight).to(dtype))
-            if d_bias is not None and features_sorted is not None:
-                _add_product_(d_bias, d_logits, (features_sorted[rows] * weight).to(dtype))
+        if d_bias is not None and features_sorted is not None and row_weights is not None:
+            _add_product_(d_bias, d_logits, (features_sorted[rows] * row_weights[rows, None]).to(dtype))
+        if slope is not None:
+            d_logits *= slope
+        torch.mm(d_logits, table, out=d_hidden[rows])
+        if d_head is not None and row_weights is not None:
+            _add_product_(d_head, d_logits, (x * row_weights[rows, None]).to(dtype))
 
     loss, ce, match, alpha = (_put(t, order) for t in (loss, ce, match, alpha))
     total = None if weights is None else (weights * loss).sum()
@@ -298,10 +297,8 @@ def _losses_(
     labels: Tensor,
     ce_scale: Tensor | None,
     mix: Mix,
-    softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | float]:
     """(loss, ce, match, alpha) of rows [n, Vd]; `logits` is overwritten by the gradient of the loss."""
-    slope = _softcap_(logits, softcap)
     kept = labels >= 0
     column = labels.clamp_min(0)[:, None]
     label_logit = logits.gather(1, column)[:, 0]
@@ -314,7 +311,7 @@ def _losses_(
     loss = torch.zeros_like(ce)
     k_ce: Tensor | None = None
     if mix.ce:
-        k_ce = kept * (mix.ce if ce_scale is None else mix.ce * ce_scale.to(ce.dtype))
+        k_ce = kept.to(ce.dtype) * mix.ce * (1.0 if ce_scale is None else ce_scale.to(ce.dtype))
         loss += k_ce * ce.masked_fill(~kept, 0.0)
     alpha: Tensor | float = 0.0
     if teacher is None:
@@ -347,8 +344,6 @@ def _losses_(
             probs.sub_(teacher.probs, alpha=mix.kl)
     if k_ce is not None:
         probs.scatter_add_(1, column, -k_ce[:, None])
-    if slope is not None:
-        probs *= slope
     return loss, ce, match, alpha
 
 
