@@ -17,13 +17,13 @@ import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from draftsmith.data.chat import Row
-from draftsmith.eval.runtime import Decoded, decode, worth_it
+from draftsmith.eval.runtime import Decoded, Schedule, decode, worth_it
 from draftsmith.models.draft import Draft, check_same_target
 from draftsmith.models.sampling import Sampler
 from draftsmith.models.target import Target
@@ -62,6 +62,14 @@ class EvalConfig(BaseModel):
     bar: float | None = Field(default=None, ge=1)
     """Acceptance length that `release` demands; None = no gate."""
 
+    schedule: Literal["none", "threshold", "hardware"] = "none"
+    """How much of a proposal is verified, by the draft's confidence (eval/schedule.py). none: all of it, as servers do.
+    threshold: up to the first slot below confidence_threshold. hardware: what measured pass times (speed.json) pay for."""
+    confidence_threshold: float | None = Field(default=None, gt=0, lt=1)
+    """Chance of acceptance below which a slot and those behind it are not verified; wanted by schedule: threshold."""
+    calibrate_prompts: int = Field(default=50, ge=1)
+    """Held-out prompts decoded for the calibration of the confidences; fewer rounds make bins too thin."""
+
     certify_prompts: int = Field(default=10, ge=1)
     """Prompts whose greedy answers are compared token for token with the target alone."""
     certify_tokens: int = Field(default=64, ge=2)
@@ -73,9 +81,9 @@ class EvalConfig(BaseModel):
     certify_draws: int = Field(default=512, ge=100)
     """Draws per context; 512 see a wrong probability of 0.5 +- 0.09 at p = 1e-3 before Holm's correction."""
 
-    speed_prompts: int = Field(default=5, ge=1)
+    speed_prompts: int = Field(default=4, ge=1)
     """Prompts of the wall-clock comparison, decoded one at a time."""
-    speed_tokens: int = Field(default=96, ge=2)
+    speed_tokens: int = Field(default=64, ge=2)
     """New tokens per prompt there."""
     speed_repeats: int = Field(default=3, ge=1)
     """Rounds of plain, speculative, plain, speculative, ...; medians are reported."""
@@ -89,6 +97,11 @@ class EvalConfig(BaseModel):
         ]
         if self.temperature == 0 and idle:
             raise ValueError(f"{', '.join(idle)}: no effect at temperature 0 (greedy); remove it or set temperature")
+        if (self.schedule == "threshold") != (self.confidence_threshold is not None):
+            raise ValueError(
+                f"schedule: {self.schedule} and confidence_threshold: {self.confidence_threshold} do not belong together; "
+                f"the threshold is what schedule: threshold needs, and nothing else uses it"
+            )
         return self
 
     def sampler(self) -> Sampler:
@@ -223,10 +236,12 @@ def accept(
     kinds: Sequence[str],
     config: EvalConfig,
     progress: Callable[[int], None] | None = None,
+    schedule: Schedule | None = None,
 ) -> tuple[dict[str, Any], str | None]:
     """Decode the prompts speculatively: (the object of acceptance-runtime.json, what a round costs and gains here).
 
-    draft: bound to the target. progress is told how many tokens came.
+    draft: bound to the target. progress is told how many tokens came. schedule: see eval/schedule.py; the object then
+    says which one, since a round that verifies less also accepts less.
     """
     ready(target, draft)
     num = config.num_proposals(draft)
@@ -241,9 +256,13 @@ def accept(
         batch_size=config.batch_size,
         on_commit=None if progress is None else lambda _index, ids, _accepted: progress(len(ids)),
         profile=True,
+        schedule=schedule,
     )
     judged = worth_it(decoded[: config.batch_size])  # the profiled batch
-    return summarise(decoded, kinds, num, config.sampler(), config.max_new_tokens), judged and judged[1]
+    found = summarise(decoded, kinds, num, config.sampler(), config.max_new_tokens)
+    if schedule is not None:
+        found["schedule"] = config.schedule
+    return found, judged and judged[1]
 
 
 def summarise(
@@ -422,8 +441,13 @@ class _Server:
                     f"{self.url}: the server generated {seen:.0f} tokens while we asked for {num_tokens}: somebody else "
                     f"uses it, so its counters do not tell our acceptance; measure on a server of your own"
                 )
-            if seen == num_tokens or time.monotonic() > deadline:
+            if seen == num_tokens:
                 return after
+            if time.monotonic() > deadline:
+                raise ValueError(
+                    f"{self.url}: after {patience_s:.0f} s its counters hold {seen:.0f} of our {num_tokens} tokens; was the "
+                    f"server restarted, or are its statistics switched off (--disable-log-stats)?"
+                )
             time.sleep(0.05)
 
     def _call(self, path: str, body: Mapping[str, Any] | None = None) -> str:

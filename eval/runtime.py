@@ -29,6 +29,11 @@ from draftsmith.models.target import Target
 
 NUM_PROFILED = 3  # plain one-token passes that a profiled run times in its first batch
 OnCommit = Callable[[int, list[int], int], None]
+Schedule = Callable[[Tensor, Sequence[int]], list[int]]
+"""(confidence [B, K], slots each row has [B]) of the open rows -> slots to verify per row; see eval/schedule.py.
+
+To keep sampling lossless, whether slot k is in may depend on confidences up to slot k only.
+"""
 
 
 @dataclass
@@ -50,12 +55,14 @@ class Decoded:
 
     rounds: (num_proposed, num_accepted) of each round. num_accepted counts accepted proposals before any stop rule
     cuts the text. The first token comes from the prefill and belongs to no round.
+    confidences: of each round, the draft's own confidence of the verified slots; empty when it tells none.
     stop: "id" (end of text or a stop id), "string" or "length".
     """
 
     prompt_len: int
     ids: list[int] = field(default_factory=list)
     rounds: list[tuple[int, int]] = field(default_factory=list)
+    confidences: list[list[float]] = field(default_factory=list)
     stop: str = ""
     text: str = ""
     timings: Timings = field(default_factory=Timings)
@@ -107,6 +114,7 @@ def decode(
     first_ids: Sequence[int] | None = None,
     on_commit: OnCommit | None = None,
     profile: bool = False,
+    schedule: Schedule | None = None,
 ) -> list[Decoded]:
     """Answers to the prompts by speculative decoding; `draft` is bound to `target`.
 
@@ -116,10 +124,11 @@ def decode(
     on_commit(index, ids, num_accepted) is called after every commit: new ids of prompt `index` that stay in the text;
     the first num_accepted of them are accepted proposals, the rest is the token the target added.
     profile: also time plain one-token passes, so that `worth_it` can judge the run.
+    schedule: verify a prefix of each proposal, chosen from the draft's confidences; the output is as exact without.
     """
     check_num(draft, num)
     rules = _Rules(target, max_new_tokens, stop_ids, stop_strings, ignore_eos)
-    return _decode(target, draft, prompts, num, sampler, rules, batch_size, first_ids, on_commit, profile)
+    return _decode(target, draft, prompts, num, sampler, rules, batch_size, first_ids, on_commit, profile, schedule)
 
 
 def decode_plain(
@@ -216,7 +225,7 @@ class _Rules:
         return any(s in text for s in self.stop_strings)
 
     def text(self, ids: list[int], stop: str = "") -> str:
-        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        text = str(self.tokenizer.decode(ids, skip_special_tokens=True))
         if stop == "string":
             text = text[: min(text.find(s) for s in self.stop_strings if s in text)]
         return text
@@ -248,6 +257,7 @@ def _decode(
     first_ids: Sequence[int] | None,
     on_commit: OnCommit | None,
     profile: bool,
+    schedule: Schedule | None = None,
 ) -> list[Decoded]:
     _check_prompts(target, prompts, rules.max_new_tokens)
     if batch_size < 1:
@@ -257,7 +267,7 @@ def _decode(
     for start in range(0, len(rows), batch_size):
         group = rows[start : start + batch_size]
         first = None if first_ids is None else list(first_ids[start : start + batch_size])
-        _Loop(target, draft, num, _row_sampler(sampler, seed, group), rules, on_commit).run(
+        _Loop(target, draft, num, _row_sampler(sampler, seed, group), rules, on_commit, schedule).run(
             group, first, profile and start == 0
         )
     return [row.decoded for row in rows]
@@ -274,9 +284,10 @@ class _Loop:
         sampler: RowSampler,
         rules: _Rules,
         on_commit: OnCommit | None,
+        schedule: Schedule | None = None,
     ):
         self.target, self.draft, self.num, self.sampler = target, draft, num, sampler
-        self.rules, self.on_commit = rules, on_commit
+        self.rules, self.on_commit, self.schedule = rules, on_commit, schedule
         wanted = Needs() if draft is None else draft.needs
         self.needs = Needs(wanted.aux_layers, True, wanted.target_kv_layers)  # the runtime itself needs the last hidden
 
@@ -335,7 +346,25 @@ class _Loop:
         offered = [
             min(n, room) if row.open else 0 for n, room, row in zip(proposal.num.tolist(), rooms, rows, strict=True)
         ]
-        return proposal, offered
+        if proposal.confidence is not None:
+            self._schedule(rows, proposal.confidence.cpu(), offered)
+        elif self.schedule is not None:
+            raise ValueError(
+                f"this {self.draft.config.family} draft tells no confidence, which a schedule of the verification needs; "
+                f"set eval.schedule to none, or train a draft with a confidence head"
+            )
+        return _narrowed(proposal, max(offered)), offered
+
+    def _schedule(self, rows: list[_Row], confidence: Tensor, offered: list[int]) -> None:
+        """Lower `offered` as the schedule says, and note the confidences of what is left."""
+        part = [b for b, row in enumerate(rows) if row.open]
+        if self.schedule is not None:
+            chosen = self.schedule(confidence[part], [offered[b] for b in part])
+            for b, length in zip(part, chosen, strict=True):
+                assert 0 <= length <= offered[b], f"the schedule asks for {length} of {offered[b]} slots"
+                offered[b] = length
+        for b in part:
+            rows[b].decoded.confidences.append(confidence[b, : offered[b]].tolist())
 
     def _verify_and_commit(
         self, rows: list[_Row], cache: TargetCache, proposal: Proposal, offered: list[int]
@@ -387,9 +416,10 @@ class _Loop:
         return Proposal(empty, None, torch.zeros(batch_size, dtype=torch.int64, device=self.target.device))
 
     def _uniforms(self, num: int) -> Tensor | None:
+        """[B, num]. Every round spends K + 1 per row, so that a narrower pass does not shift what comes after."""
         if self.sampler.greedy:
             return None
-        return self.sampler.uniforms(num).to(self.target.device)
+        return self.sampler.uniforms(self.num + 1)[:, -num:].to(self.target.device)
 
     def _padded(self, rows: Sequence[list[int]], width: int | None = None) -> Tensor:
         """[B, width] int64, left-aligned, 0 behind the end of a row."""
@@ -404,6 +434,14 @@ class _Loop:
         if self.target.device.type == "cuda":
             torch.cuda.synchronize(self.target.device)
         return time.perf_counter()
+
+
+def _narrowed(proposal: Proposal, width: int) -> Proposal:
+    """The first `width` slots: columns that no row offers would only cost the target rows."""
+    if width == proposal.ids.shape[1]:
+        return proposal
+    probs = None if proposal.probs is None else proposal.probs[:, :width]
+    return Proposal(proposal.ids[:, :width], probs, proposal.num.clamp(max=width), proposal.vocab)
 
 
 def _row_sampler(sampler: Sampler, seed: int, rows: list[_Row]) -> RowSampler:

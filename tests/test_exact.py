@@ -2,62 +2,17 @@
 
 import pytest
 import torch
+from scripted import Bigram
 from tiny import save_target, target_model, teach, tokenizer
 
 from draftsmith.eval.acceptance import Counts
 from draftsmith.eval.exact import answers, exact, expected_counts
 from draftsmith.eval.runtime import decode
-from draftsmith.models.draft import Batch, Draft, DraftConfig, Needs, Proposal, SlotProbs
+from draftsmith.models.draft import Batch, Needs
 from draftsmith.models.sampling import Sampler
 from draftsmith.models.target import Target, TargetConfig
 
 PROMPTS = [list(b"abc"), list(b"q"), list(b"defgh"), list(b"lm"), list(b"rst")]
-
-
-class Bigram(Draft):
-    """Proposes from a table of next-token logits: no state but the last token. vocab: kept target ids or None."""
-
-    def __init__(self, spec, table, vocab=None):
-        super().__init__(DraftConfig(family="bigram"), spec)
-        self.needs = Needs()
-        self.table, self.vocab = table, vocab
-        self.columns = torch.arange(spec.vocab_size) if vocab is None else vocab
-
-    def next_probs(self, ids, sampler):
-        return sampler.probs(self.table[ids][..., self.columns])
-
-    def start(self, batch_size, max_len):
-        return None
-
-    def propose(self, state, tokens, captured, num, sampler):
-        last = tokens[torch.arange(len(tokens)), captured.lengths - 1]
-        ids, probs = [], []
-        for _ in range(num):
-            q = self.next_probs(last, sampler)
-            column = sampler.draw(q) if sampler.draft_sampling else q.argmax(-1)
-            last = self.columns[column]
-            ids.append(last)
-            probs.append(q)
-        soft = None if sampler.greedy or not sampler.draft_sampling else torch.stack(probs, 1)
-        return Proposal(torch.stack(ids, 1), soft, torch.full((len(tokens),), num), self.vocab)
-
-    def slot_probs(self, batch, anchors, num, sampler):
-        places = anchors[:, None] + torch.arange(num)
-        ends = torch.tensor(batch.bounds[1:])
-        end = ends[torch.searchsorted(ends, anchors, right=True)][:, None]
-        inside = places + 1 < end
-        safe = places.clamp(max=len(batch.input_ids) - 2)
-        seen, label = batch.input_ids[safe], batch.input_ids[safe + 1]
-        q = torch.zeros(*seen.shape, self.target.vocab_size)
-        q[..., self.columns] = self.next_probs(seen, sampler)
-        p = sampler.probs(self.model_target.logits(batch.last_hidden[safe]))
-        take = lambda probs: probs.gather(-1, label[..., None]).squeeze(-1) * inside  # noqa: E731
-        best = torch.where(inside, q.argmax(-1), -1)
-        half = len(anchors) // 2  # two chunks
-        for rows in (slice(0, half), slice(half, None)):
-            yield SlotProbs(
-                anchors[rows], take(q)[rows], take(p)[rows], best[rows], (torch.minimum(p, q).sum(-1) * inside)[rows]
-            )
 
 
 @pytest.fixture(scope="module")
@@ -69,12 +24,8 @@ def target(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def draft(target):
-    """Half right: the target's own next-token logits without context, blurred."""
-    blur = 1.9 * torch.randn(264, 264, generator=torch.Generator().manual_seed(0))
-    logits = target.logits(target.forward(torch.arange(264)[:, None]).last_hidden[:, 0])
-    found = Bigram(target.spec, 0.8 * logits + blur)
-    found.model_target = target
-    return found
+    """Half right."""
+    return Bigram(target, 1.9)
 
 
 def batch_of(target, prompts, texts):
@@ -146,8 +97,7 @@ def test_sampled_exact_agrees_with_the_runtime_within_three_sigma(target, draft,
     warp = (8, 0.95) if mode == "top-k top-p" else (0, 1.0)
     sampler = Sampler(0.9, *warp, torch.Generator().manual_seed(1), mode != "deterministic")
     if mode == "reduced vocabulary":
-        draft = Bigram(target.spec, draft.table, torch.arange(97, 112))
-        draft.model_target = target
+        draft = Bigram(target, 1.9, torch.arange(97, 112))
     prompts = PROMPTS * 40
     decoded = decode(target, draft, prompts, 3, sampler, 16, ignore_eos=True, batch_size=100)
     batch = batch_of(target, prompts, [d.ids for d in decoded])

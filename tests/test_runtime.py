@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from scripted import Scripted, slow_greedy
 from tiny import save_target, target_model, tokenizer
 
 from draftsmith.eval.runtime import Decoded, Timings, decode, decode_plain, worth_it
@@ -18,44 +19,6 @@ from draftsmith.models.target import Target, TargetConfig
 PROMPTS = [[5, 99, 100], [7], list(range(40, 57)), [258], [80, 81, 82, 83, 84]]
 
 
-class Scripted(Draft):
-    """Knows full texts (prompt + greedy continuation); each slot is right with chance `right`."""
-
-    def __init__(self, target, texts, right=1.0, seed=0, max_proposal=None, fewer=False, check=True):
-        super().__init__(DraftConfig(family="scripted"), target.spec)
-        self.needs = Needs(aux_layers=(1, 4), last_hidden=True)
-        self.max_proposal = max_proposal
-        self.model_target, self.texts, self.right, self.fewer, self.check = target, texts, right, fewer, check
-        self.random = torch.Generator().manual_seed(seed)
-
-    def start(self, batch_size, max_len):
-        return [[] for _ in range(batch_size)]
-
-    def propose(self, state, tokens, captured, num, sampler):
-        ids = torch.zeros(len(state), num, dtype=torch.long)
-        for b, known in enumerate(state):
-            n = int(captured.lengths[b])
-            if n == 0:
-                continue
-            known += tokens[b, :n].tolist()
-            text = next(t for t in self.texts if t[1 : 1 + len(known)] == known)
-            if self.check:  # the captured rows are the target's own states of the committed text
-                start = len(known) - n
-                want = self.model_target.forward(torch.tensor([text[: len(known)]]), needs=self.needs)
-                torch.testing.assert_close(captured.features[b, :n], want.features[0, start:], atol=2e-4, rtol=1e-3)
-                torch.testing.assert_close(
-                    captured.last_hidden[b, :n], want.last_hidden[0, start:], atol=2e-4, rtol=1e-3
-                )
-            follow = text[1 + len(known) : 1 + len(known) + num]
-            ids[b, : len(follow)] = torch.tensor(follow)
-        wrong = torch.rand(ids.shape, generator=self.random) >= self.right
-        ids = torch.where(wrong, (ids + 1) % self.target.vocab_size, ids)
-        offered = torch.full((len(state),), num)
-        if self.fewer:
-            offered = torch.randint(0, num + 1, (len(state),), generator=self.random)
-        return Proposal(ids, None, offered)
-
-
 def load(tmp_path_factory, kind, **config):
     folder = save_target(target_model(kind), tokenizer(), tmp_path_factory.mktemp(kind))
     return Target.load(TargetConfig(name=folder, dtype="float32", device="cpu", **config))
@@ -64,15 +27,6 @@ def load(tmp_path_factory, kind, **config):
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
     return load(tmp_path_factory, "llama")
-
-
-def slow_greedy(target, prompt, num):
-    """The obvious loop: a full pass without any cache for every token."""
-    ids = list(prompt)
-    with torch.no_grad():
-        for _ in range(num):
-            ids.append(int(target.model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
-    return ids
 
 
 @pytest.fixture(scope="module")
