@@ -184,7 +184,7 @@ class BatchSource:
         rows = self.data.read([documents[place] for each in bins for place in each])  # one read a step
         batches, start = [], 0
         for each in bins:
-            batches.append(pack(rows[start : start + len(each)], self.data))
+            batches.append(pack(rows[start : start + len(each)], self.data, number("draw", self.seed, step)))
             start += len(each)
         return batches
 
@@ -227,9 +227,14 @@ def open_rows(
 
 def permutation(num: int, seed: int, epoch: int) -> list[int]:
     """A permutation of range(num), drawn from (seed, epoch)."""
-    digest = hashlib.sha256(f"order {seed} {epoch}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+    generator = torch.Generator().manual_seed(number("order", seed, epoch))
     return torch.randperm(num, generator=generator).tolist()
+
+
+def number(purpose: str, seed: int, index: int) -> int:
+    """A seed of 56 bits that follows from its arguments."""
+    digest = hashlib.sha256(f"{purpose} {seed} {index}".encode()).digest()
+    return int.from_bytes(digest[:7], "little")
 
 
 def cut(lengths: Sequence[int], budget: int) -> list[int]:
@@ -264,7 +269,7 @@ def fill_bins(lengths: Sequence[int], pack_tokens: int, world: int) -> list[list
         num_bins += world
 
 
-def pack(rows: Sequence[StoredRow], data: FeatureStore | LiveRows) -> Batch:
+def pack(rows: Sequence[StoredRow], data: FeatureStore | LiveRows, seed: int = 0) -> Batch:
     """Rows side by side on one token axis, kept apart by `bounds`; no rows give an empty batch of the same widths."""
     lengths = [len(row.input_ids) for row in rows]
     device, width = data.device, data.hidden_size
@@ -283,6 +288,7 @@ def pack(rows: Sequence[StoredRow], data: FeatureStore | LiveRows) -> Batch:
         features=join(features, (0, num_features), data.dtype) if data.aux_layers else None,
         last_hidden=join(last_hidden, (0, width), data.dtype) if data.has_last_hidden else None,
         row_ids=tuple(row.row_id for row in rows),
+        seed=seed,
     )
 
 

@@ -95,6 +95,8 @@ class Batch:
     bounds: ascending document limits on the host, `(0, 10, 24)` = two documents of 10 and 14 tokens.
     features: [T, A*D] or None; last_hidden: [T, D] (what goes into the target's head) or None.
     target_kv: {aux layer: (keys [Hkv, T, E], values [Hkv, T, E])} when `needs.target_kv_layers` asks for it.
+    seed: a function of (train.seed, step). Random choices that `counts` and `forward` must make alike are drawn from it
+    and the document's row id, so neither packing nor ranks nor a resume changes them.
     """
 
     input_ids: Tensor
@@ -105,6 +107,7 @@ class Batch:
     last_hidden: Tensor | None = None
     target_kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     row_ids: tuple[str, ...] = ()
+    seed: int = 0
 
     @property
     def docs(self) -> list[tuple[int, int]]:
