@@ -466,7 +466,7 @@ def compare(
     for k in range(num):
         if not torch.allclose(decoded.probs[k], reloaded.probs[k], rtol=0, atol=tolerance):
             return f"runtime and export: the probabilities of slot {k + 1} differ"
-    trained = _teacher_forced(ours, target, [*prompt, decoded.anchor, *decoded.ids], len(prompt), num)
+    trained = _teacher_forced(ours, decoded, prompt)
     for k, (here, there) in enumerate(zip(decoded.chosen, trained, strict=True)):
         if abs(here - there) > tolerance:
             return f"training and runtime: slot {k + 1} gives its token {there:.6f} in training, {here:.6f} in decoding"
@@ -474,9 +474,10 @@ def compare(
 
 
 class _Round(NamedTuple):
-    """One decoding round: module outputs in the order they came, the anchor token, the proposals, their distributions
-    [num, Vd] and the probability of each proposal in its own distribution."""
+    """One decoding round: the prompt's states, module outputs in the order they came, the anchor token, the proposals,
+    their distributions [num, Vd] and the probability of each proposal in its own distribution."""
 
+    captured: Captured
     outputs: list[tuple[str, Tensor]]
     anchor: int
     ids: list[int]
@@ -514,23 +515,30 @@ def _one_round(draft: Draft, target: Target, prompt: Sequence[int], num: int) ->
         probs = offered.probs[0].float()
         columns = proposals if offered.vocab is None else torch.searchsorted(offered.vocab, proposals)
     chosen = probs.gather(1, columns[:, None])[:, 0]
-    return _Round(outputs, int(anchor), proposals.tolist(), probs, chosen.tolist())
+    return _Round(captured, outputs, int(anchor), proposals.tolist(), probs, chosen.tolist())
 
 
-def _teacher_forced(draft: Draft, target: Target, row: Sequence[int], anchor: int, num: int) -> list[float]:
-    """Probability, on the training path, of each of the `num` tokens that follow position `anchor` of the row."""
-    ids = torch.tensor(list(row), device=target.device)
-    states = target.forward(ids[None], needs=draft.needs)
+def _teacher_forced(draft: Draft, decoded: _Round, prompt: Sequence[int]) -> list[float]:
+    """Probability of each proposal on the training path, where prompt, anchor and proposals are one document.
+
+    States exist for the prompt alone, as in decoding; the later ones are zeros, which the draft must not look at.
+    """
+    ids = torch.tensor([*prompt, decoded.anchor, *decoded.ids], device=decoded.probs.device)
+    later = len(ids) - len(prompt)
+
+    def states(x: Tensor | None) -> Tensor | None:
+        return None if x is None else torch.nn.functional.pad(x[0], (0, 0, 0, later))  # [n, D] -> [T, D]
+
     batch = Batch(
         input_ids=ids,
         loss_mask=torch.ones_like(ids, dtype=torch.bool),
-        positions=torch.arange(len(ids), device=target.device),
+        positions=torch.arange(len(ids), device=ids.device),
         bounds=(0, len(ids)),
-        features=None if states.features is None else states.features[0].float(),
-        last_hidden=states.last_hidden[0].float(),
+        features=states(decoded.captured.features),
+        last_hidden=states(decoded.captured.last_hidden),
     )
-    anchors = torch.tensor([anchor], device=target.device)
-    (slots,) = draft.slot_probs(batch, anchors, num, Sampler(temperature=1.0))
+    anchors = torch.tensor([len(prompt)], device=ids.device)
+    (slots,) = draft.slot_probs(batch, anchors, len(decoded.ids), Sampler(temperature=1.0))
     return slots.draft[0].tolist()
 
 

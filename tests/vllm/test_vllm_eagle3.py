@@ -16,15 +16,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 from served import GREEDY, NUM, VOCAB, Expected, answers, case, expect, make_target, prompts, train
 
-from draftsmith.data.chat import ChatConfig, Template, read_chats
+from draftsmith.data.chat import Chat, ChatConfig, Template, read_chats
 from draftsmith.eval.runtime import decode
 from draftsmith.models import export
 from draftsmith.models.eagle3 import Eagle3
@@ -234,22 +236,19 @@ def quickstart() -> Path:
 def test_the_quick_start_draft_is_accepted_in_vllm_within_two_percent_of_our_runtime(
     quickstart: Path, vllm: Any
 ) -> None:
-    import yaml
-
     section = yaml.safe_load((quickstart / "recipe.yaml").read_text())["target"]
     target = Target.load(TargetConfig(**{**section, "dtype": "float32", "device": "cpu"}))
     draft = export.load(quickstart / "export", target.spec, target.embedding)
-    draft.bind(target.embedding, target.head)
+    target.bind(draft)
     template = Template(target.tokenizer, ChatConfig())
     starts = []
-    for chat in read_chats("shipped:prompts_heldout"):
-        messages = [m for m in template.messages(chat) if m["role"] != "assistant"][:2]
-        starts.append(template.encode(template.text(messages, None, prompt=True)))
-        if len(starts) == REAL_PROMPTS:
-            break
+    for chat in islice(read_chats("shipped:prompts_heldout"), REAL_PROMPTS):
+        assert isinstance(chat, Chat)
+        first = [m for m in template.messages(chat) if m["role"] != "assistant"][:1]
+        starts.append(template.encode(template.text(first, None, prompt=True)))
     decoded = decode(target, draft, starts, REAL_NUM, GREEDY, REAL_TOKENS, ignore_eos=True)
-    place = target.model.config._name_or_path
-    one = case("quickstart", place, quickstart / "export", REAL_NUM, prompts=starts, max_tokens=REAL_TOKENS)
+    assert target.folder is not None
+    one = case("quickstart", target.folder, quickstart / "export", REAL_NUM, prompts=starts, max_tokens=REAL_TOKENS)
     got = vllm([{**one, "max_model_len": 1024}])["quickstart"]
     assert got["error"] is None
     assert got["unfilled"] == []
