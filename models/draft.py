@@ -138,7 +138,7 @@ class Term(NamedTuple):
     """
 
     sum: Tensor
-    count: Tensor
+    count: Tensor  # type: ignore[assignment]  # tuple.count is not used
 
 
 @dataclass

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -107,7 +108,7 @@ def games(num: int, generator: torch.Generator, answer_len: int = 32) -> tuple[t
 
 
 def _untaught(kind: str) -> PreTrainedModel:
-    sizes = {
+    sizes: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": 64,
         "intermediate_size": 128,

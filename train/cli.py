@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -94,7 +94,7 @@ def run(
 ) -> None:
     """Do every stage that is not done yet: answers, features, training, acceptance, proof, export, report.
 
-    Example: draftsmith run quickstart
+    Example: draftsmith run tiny-eagle3
     """
     stages = _stages(recipe, overrides, out, smoke, quiet=json_)
     result = stages.run()
@@ -106,7 +106,7 @@ def run(
 def plan(recipe: Recipe, overrides: Overrides = None, smoke: Smoke = False, json_: Json = False) -> None:
     """Disk, memory, time and break-even of a recipe, before anything is spent.
 
-    Example: draftsmith plan quickstart
+    Example: draftsmith plan tiny-eagle3
     """
     stages = _stages(recipe, overrides, None, smoke, quiet=json_)
     result = stages.plan()
@@ -118,7 +118,7 @@ def plan(recipe: Recipe, overrides: Overrides = None, smoke: Smoke = False, json
 def regenerate(recipe: Recipe, overrides: Overrides = None, out: Out = None, smoke: Smoke = False) -> None:
     """Let the target answer the recipe's prompts; the answers are what a draft learns from.
 
-    Example: draftsmith regenerate quickstart
+    Example: draftsmith regenerate tiny-eagle3
     """
     _stages(recipe, overrides, out, smoke).regenerate()
 
@@ -127,7 +127,7 @@ def regenerate(recipe: Recipe, overrides: Overrides = None, out: Out = None, smo
 def capture(recipe: Recipe, overrides: Overrides = None, out: Out = None, smoke: Smoke = False) -> None:
     """Keep the target's hidden states of every row on disk (answers are made first where they are missing).
 
-    Example: draftsmith capture quickstart
+    Example: draftsmith capture tiny-eagle3
     On several ranks: accelerate launch -m draftsmith.train.cli capture RECIPE
     """
     _stages(recipe, overrides, out, smoke).capture()
@@ -142,7 +142,7 @@ def inspect(
 ) -> None:
     """Show a training row with its supervised tokens coloured, and why rows were dropped.
 
-    Example: draftsmith inspect quickstart --row 3
+    Example: draftsmith inspect tiny-eagle3 --row 3
     """
     _stages(recipe, overrides, None, smoke).inspect(row)
 
@@ -151,7 +151,7 @@ def inspect(
 def train(recipe: Recipe, overrides: Overrides = None, out: Out = None, smoke: Smoke = False) -> None:
     """Train the draft; the same program as `accelerate launch -m draftsmith.train RECIPE`, on one process.
 
-    Example: draftsmith train quickstart train.steps=100
+    Example: draftsmith train tiny-eagle3
     """
     _stages(recipe, overrides, out, smoke).train()
 
@@ -172,7 +172,7 @@ def accept(
 ) -> None:
     """Measure acceptance per prompt kind and slot by decoding with the real target.
 
-    Example: draftsmith accept quickstart eval.num_prompts=10
+    Example: draftsmith accept tiny-eagle3 eval.num_prompts=2
     """
     result = _stages(recipe, overrides, out, smoke, json_, target, draft, prompts).accept(server=server)
     if json_:
@@ -192,7 +192,7 @@ def certify(
 ) -> None:
     """Prove that speculation does not change the target's output; writes certificate.json.
 
-    Example: draftsmith certify quickstart
+    Example: draftsmith certify tiny-eagle3
     """
     result = _stages(recipe, overrides, out, smoke, json_, target, draft, prompts).certify()
     if json_:
@@ -214,7 +214,7 @@ def speed(
 ) -> None:
     """Measure pass times and the speed-up over the same loop without a draft; finds the best number of proposals.
 
-    Example: draftsmith speed quickstart
+    Example: draftsmith speed tiny-eagle3
     """
     result = _stages(recipe, overrides, out, smoke, json_, target, draft, prompts).speed()
     if json_:
@@ -235,7 +235,7 @@ def generate(
 ) -> None:
     """Decode one prompt speculatively in the terminal; accepted tokens are coloured.
 
-    Example: draftsmith generate --target TARGET --draft runs/quickstart/export "Explain rain in two sentences."
+    Example: draftsmith generate --target tiny:llama --draft runs/tiny-eagle3/export "abc"
     """
     stages = _stages(None, [], None, target=target, draft=draft)
     stages.generate(prompt, num, temperature, max_new_tokens, raw)
@@ -250,13 +250,13 @@ def export(
     target: TargetOption = None,
     draft: DraftOption = None,
     format_: Annotated[
-        str | None, typer.Option("--format", help="plain or speculators; default: the recipe's.")
-    ] = None,
+        Literal["plain", "speculators"], typer.Option("--format", help="Which of the two layouts that vLLM reads.")
+    ] = "plain",
     force: Annotated[bool, typer.Option("--force", help="Write even what vLLM is known not to serve.")] = False,
 ) -> None:
     """Write the folder that vLLM loads, read it back, compare, and print the serve command.
 
-    Example: draftsmith export quickstart --format speculators
+    Example: draftsmith export tiny-eagle3 --format speculators
     """
     _stages(recipe, overrides, out, smoke, target=target, draft=draft).export(format_, force)
 
@@ -273,7 +273,7 @@ def serve(
 ) -> None:
     """Print (or start) the right vLLM command for the exported draft.
 
-    Example: draftsmith serve quickstart
+    Example: draftsmith serve tiny-eagle3
     """
     _stages(recipe, overrides, out, smoke, target=target, draft=draft).serve(start)
 
@@ -282,7 +282,7 @@ def serve(
 def report(recipe: Recipe, overrides: Overrides = None, out: Out = None, smoke: Smoke = False) -> None:
     """Write report.html from the files of the run: one page with tables and figures.
 
-    Example: draftsmith report quickstart
+    Example: draftsmith report tiny-eagle3
     """
     _stages(recipe, overrides, out, smoke).report()
 

@@ -32,6 +32,7 @@ from draftsmith.data.batches import Ahead, BatchSource, DataConfig, token_stats
 from draftsmith.data.capture import capture, checksum, describe
 from draftsmith.data.chat import (
     ChatConfig,
+    Dropped,
     Row,
     Source,
     Tally,
@@ -55,17 +56,27 @@ from draftsmith.eval.acceptance import EvalConfig
 from draftsmith.models import export
 from draftsmith.models.draft import Draft, family
 from draftsmith.models.target import Target, TargetConfig
-from draftsmith.recipes import Recipe, RecipeError
+from draftsmith.recipes import Recipe
 from draftsmith.train.checkpoint import latest, read_best
 from draftsmith.train.loop import TrainConfig, train
 
 CACHE = Path("cache")
 RUNS = Path("runs")
-SMOKE = {  # what --smoke shortens in every recipe, before the recipe's own `smoke:` section
-    "eval": {"num_prompts": 4, "max_new_tokens": 16, "certify_prompts": 2, "certify_tokens": 12, "certify_contexts": 1},
+SMOKE: dict[str, dict[str, Any]] = {  # what --smoke shortens in every recipe, before the recipe's own `smoke:` section
+    "eval": {
+        "num_prompts": 4,
+        "max_new_tokens": 16,
+        "certify_prompts": 2,
+        "certify_tokens": 12,
+        "certify_contexts": 1,
+        "certify_draws": 100,
+        "speed_prompts": 1,
+        "speed_tokens": 16,
+        "speed_repeats": 1,
+        "bar": None,
+    },
     "train": {"steps": 6, "warmup_steps": 1, "eval_every": None, "save_every": None, "log_every": 1},
 }
-SMOKE["eval"] |= {"certify_draws": 100, "speed_prompts": 1, "speed_tokens": 16, "speed_repeats": 1, "bar": None}
 
 
 def draft_section(values: dict[str, Any]) -> type:
@@ -126,15 +137,9 @@ class Stages:
         quiet: bool = False,
     ) -> Stages:
         """A draft that exists, without a recipe; overrides of `target.` and `eval.` keys work."""
-        raw: dict[str, dict[str, Any]] = {"target": {"name": target}, "eval": {}}
-        for text in overrides:
-            (section, *keys), value = recipes.parse_override(text)
-            if section not in raw or len(keys) != 1:
-                raise RecipeError(
-                    f"override {text!r}: with --target and --draft only target.KEY and eval.KEY can be set"
-                )
-            raw[section][keys[0]] = value
-        sections = {"target": TargetConfig(**raw["target"]), "eval": EvalConfig(**raw["eval"])}
+        sections = recipes.validate(
+            {"target": {"name": target}}, overrides, {"target": TargetConfig, "eval": EvalConfig}, "--target"
+        )
         name = Path(draft).resolve().name
         return cls(Recipe(name, Path(draft), "", sections), out or RUNS / name, prompts, draft, quiet)
 
@@ -168,8 +173,11 @@ class Stages:
             if shown
             else nullcontext() as bar
         ):
-            task = bar.add_task(title, total=total) if bar else None
-            yield lambda amount: bar.advance(task, amount) if bar else None
+            if bar is None:
+                yield lambda amount: None
+            else:
+                task = bar.add_task(title, total=total)
+                yield lambda amount: bar.advance(task, amount)
 
     def _one_process(self, verb: str) -> None:
         if self.world > 1:
@@ -414,17 +422,13 @@ class Stages:
             return {
                 name: acceptance.prompts_of(self.rows(name), config.num_prompts) for name in self.recipe.data.evaluation
             }
-        chat = (
-            self.recipe.data.chat
-            if "data" in self.recipe.sections
-            else DataConfig(train=("shipped:prompts_train",)).chat
-        )
+        chat = self.recipe.data.chat if "data" in self.recipe.sections else ChatConfig()
         template = Template(self.target.tokenizer, chat)
         prompts, kinds = [], []
         for item in read_chats(Source(path=self.prompts or "shipped:prompts_heldout")):
-            messages = template.messages(item) if hasattr(item, "messages") else None
-            if messages is None:
+            if isinstance(item, Dropped):
                 continue
+            messages = template.messages(item)
             while messages and messages[-1]["role"] == "assistant":
                 messages = messages[:-1]
             prompts.append(template.encode(template.text(messages, item.tools, prompt=True)))
@@ -505,7 +509,7 @@ class Stages:
             nonlocal shown
             for i, token in enumerate(tokens):
                 seen.append(token)
-                text = tokenizer.decode(seen, skip_special_tokens=True)
+                text = str(tokenizer.decode(seen, skip_special_tokens=True))
                 if text.endswith("\ufffd"):  # a character is not complete yet
                     continue
                 self.console.print(Text(text[len(shown) :], style="green" if i < num_accepted else ""), end="")
@@ -531,7 +535,7 @@ class Stages:
             f"acceptance length {length:.2f}; green = proposed by the draft and accepted[/dim]"
         )
 
-    def export(self, layout: str | None = None, force: bool = False) -> Path:
+    def export(self, layout: export.Format = "plain", force: bool = False) -> Path:
         draft, spec = self.draft, self.target.spec
         out = self.out / "export"
         num = self.recipe.eval.num_proposals(draft)
@@ -542,7 +546,7 @@ class Stages:
                 draft,
                 spec,
                 out,
-                format=layout or "plain",
+                format=layout,
                 num_speculative_tokens=num,
                 published_name=published,
                 force=force,
