@@ -272,6 +272,7 @@ def reliability(survival: Tensor, survived: Tensor, weights: Tensor) -> list[dic
     count half), None when all or none were accepted. brier: mean squared error. bins: [predicted, observed, share] of
     each bin that is not empty. predicted, observed: means over all rounds.
     """
+    survival, survived, weights = survival.double(), survived.double(), weights.double()
     found = []
     for k in range(survival.shape[1]):
         seen = ~survived[:, k].isnan()
@@ -317,6 +318,7 @@ def _binned(chance: Tensor, event: Tensor, weights: Tensor) -> Tensor:
 
 def auroc(chance: Tensor, event: Tensor, weights: Tensor) -> float | None:
     """Area under the ROC curve of predictions [n] for events [n] (0..1), ties counting half; None without both kinds."""
+    event, weights = event.double(), weights.double()
     _, group = chance.unique(sorted=True, return_inverse=True)
     positive = torch.zeros(int(group.max()) + 1 if len(group) else 0, dtype=torch.float64)
     negative = positive.scatter_add(0, group, weights * (1 - event))
@@ -333,7 +335,7 @@ def rollouts(decoded: Sequence[Decoded]) -> tuple[Tensor, Tensor]:
 
     A schedule would verify just the slots it trusts, and what it trusts wrongly low would never be seen.
     """
-    rounds = [(c, a) for d in decoded for c, (_, a) in zip(d.confidences, d.rounds, strict=True) if c]
+    rounds = [(c, a) for d in decoded for c, (_, a) in zip(d.confidences, d.rounds) if c]
     if not rounds:
         raise ValueError("these answers carry no confidences: the draft has no confidence head, or offered nothing")
     num = max(len(c) for c, _ in rounds)
