@@ -113,14 +113,14 @@ def bound_to(draft: Draft, target: Target, before: Target) -> Iterator[None]:
     """
     dtypes = {name: p.dtype for name, p in draft.named_parameters()}
     if before is not target:
-        draft.float().bind(target.embedding, target.head)
+        target.bind(draft.float())
     try:
         yield
     finally:
         if before is not target:
             for name, parameter in draft.named_parameters():
                 parameter.data = parameter.data.to(dtypes[name])
-            draft.bind(before.embedding, before.head)
+            before.bind(draft)
 
 
 def _reload(target: Target) -> Target:
@@ -203,7 +203,8 @@ def sampled_part(
 ) -> dict[str, Any]:
     """{"num_draws": per context times contexts, "p_value": the smallest after Holm's correction}.
 
-    Every second context is drawn with one proposal a round, so that its second token is often a bonus token.
+    Two tokens need at most two proposals a round. Every second context is drawn with one, so that its second token is
+    often a bonus token.
     """
     sampler = replace(config.sampler(), temperature=config.temperature or 1.0)
     p_values = []
@@ -214,7 +215,7 @@ def sampled_part(
             target,
             draft,
             [context] * config.certify_draws,
-            num if i % 2 == 0 else 1,
+            min(num, 2 - i % 2),
             sampler,
             3,
             ignore_eos=True,
