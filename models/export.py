@@ -396,8 +396,8 @@ def _family_name(raw: Config, tensors: Tensors, folder: Path) -> str:
 
 def _without_embedding(tensors: Tensors, target: TargetSpec, embedding: Tensor | None) -> Tensors:
     """Drop a copy of the target's embedding; one that differs from it is refused, one not compared is told."""
-    name = next((n for n in tensors if n.removeprefix("model.") == "embed_tokens.weight"), None)
-    if name is None:
+    name = "embed_tokens.weight"
+    if name not in tensors:
         return tensors
     own = tensors[name]
     want = (target.vocab_size, target.hidden_size)
@@ -675,7 +675,7 @@ class Eagle3Dialect(Dialect):
             "fc_norm": raw.get("fc_norm", False),
             "norm_output": raw.get("norm_output", False),
         }
-        names = {name: re.sub(r"^midlayer\.", "layers.0.", name.removeprefix("model.")) for name in tensors}
+        names = {name: re.sub(r"^midlayer\.", "layers.0.", name) for name in tensors}
         ours = {new: tensors[old] for old, new in names.items() if not new.endswith(self.ignored)}
         kept = absolute(tensors, target.vocab_size)
         if kept is not None and len(kept) < target.vocab_size:
