@@ -49,6 +49,8 @@ class TargetSpec:
 
     `rope` is transformers' `rope_parameters` of the full-attention layers, with `rope_theta` always present.
     `embedding_scale` multiplies embedding rows (Gemma: sqrt(hidden_size)); `logit_softcap` is the final soft-cap.
+    `text_config` is what the target's text config says beyond transformers' defaults, without names and paths: drafts
+    that are built from the target's own layer classes (MTP) are made from it.
     """
 
     name: str
@@ -72,6 +74,7 @@ class TargetSpec:
     embedding_scale: float = 1.0
     logit_softcap: float | None = None
     eos_ids: tuple[int, ...] = ()
+    text_config: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TargetSpec:

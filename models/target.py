@@ -595,6 +595,7 @@ def target_spec(
         embedding_scale=embedding_scale(embedding_of(core)),
         logit_softcap=optional("final_logit_softcapping", None),
         eos_ids=eos_ids(model, text, tokenizer),
+        text_config=plain_config(text),
     )
 
 
@@ -624,10 +625,15 @@ def eos_ids(model: PreTrainedModel, text: PreTrainedConfig, tokenizer: PreTraine
 
 
 def config_sha256(text: PreTrainedConfig) -> str:
-    """Hash of what the text config says about the computation: no names, paths, versions or dtype."""
+    """Hash of what the text config says about the computation."""
+    return _sha256(plain_config(text))
+
+
+def plain_config(text: PreTrainedConfig) -> dict[str, Any]:
+    """What the text config says about the computation: no names, paths, versions or dtype."""
     about = {"architectures", "dtype", "torch_dtype", "transformers_version", "name_or_path", "use_cache"}
     values = {k: v for k, v in text.to_diff_dict().items() if k not in about and not k.startswith("_")}
-    return _sha256(values | {"model_type": text.model_type})
+    return values | {"model_type": text.model_type}
 
 
 def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
