@@ -9,6 +9,7 @@ from draftsmith.eval.acceptance import Counts
 from draftsmith.eval.exact import answers, exact, expected_counts
 from draftsmith.eval.runtime import decode
 from draftsmith.models.draft import Batch, Needs
+from draftsmith.models.eagle3 import Eagle3
 from draftsmith.models.sampling import Sampler
 from draftsmith.models.target import Target, TargetConfig
 
@@ -28,9 +29,9 @@ def draft(target):
     return Bigram(target, 1.9)
 
 
-def batch_of(target, prompts, texts):
+def batch_of(target, prompts, texts, needs=Needs()):  # noqa: B008  (frozen)
     rows = [torch.tensor([*p, *t]) for p, t in zip(prompts, texts)]
-    states = [last for _, last in target.capture(rows, Needs())]
+    states = target.capture(rows, needs)
     mask = [torch.arange(len(r)) >= len(p) for r, p in zip(rows, prompts)]
     bounds = [0]
     for row in rows:
@@ -40,7 +41,8 @@ def batch_of(target, prompts, texts):
         loss_mask=torch.cat(mask),
         positions=torch.cat([torch.arange(len(r)) for r in rows]),
         bounds=tuple(bounds),
-        last_hidden=torch.cat(states),
+        features=torch.cat([features for features, _ in states]) if needs.aux_layers else None,
+        last_hidden=torch.cat([last for _, last in states]),
         row_ids=tuple(str(i) for i in range(len(rows))),
     )
 
@@ -117,6 +119,26 @@ def test_sampled_exact_agrees_with_the_runtime_within_three_sigma(target, draft,
             [e["survival"][k] * e["num_rounds"] for e in each],
         )
     assert 1.1 < found["acceptance_length"] < 3.5
+
+
+@pytest.mark.parametrize("sampler", [Sampler(), Sampler(4.0, top_k=30), Sampler(4.0, top_k=30, draft_sampling=False)])
+def test_a_recursive_family_agrees_with_the_runtime_too(target, sampler):
+    """At temperature 4 an untrained EAGLE-3 draft is accepted often enough to compare."""
+    draft = Eagle3(Eagle3.Config(fc_norm=True, norm_output=True), target.spec)
+    target.bind(draft)
+    draft.initialise(None, torch.Generator().manual_seed(0))
+    sampler.generator = torch.Generator().manual_seed(1)
+    prompts = PROMPTS * 20
+    decoded = decode(target, draft, prompts, 3, sampler, 12, ignore_eos=True, batch_size=50)
+    batch = batch_of(target, prompts, [d.ids for d in decoded], draft.needs)
+    found = exact(draft, [batch], {str(i): str(i) for i in range(len(prompts))}, 3, sampler, 12)
+    rounds = [found["by_kind"][str(i)]["num_rounds"] for i in range(len(prompts))]
+    gap = torch.tensor([len(d.rounds) - n for d, n in zip(decoded, rounds)], dtype=torch.float64)
+    assert abs(gap.mean()) <= 3 * gap.std() / len(gap) ** 0.5
+    if sampler.greedy or not sampler.draft_sampling:
+        assert gap.abs().max() == 0
+    else:
+        assert found["acceptance_length"] > 1.2
 
 
 def test_each_run_of_supervised_tokens_is_an_answer():
