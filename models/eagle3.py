@@ -26,6 +26,7 @@ V target vocabulary, Vd draft vocabulary, M context rows, N rows of a step.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
@@ -332,7 +333,8 @@ class Eagle3(Draft):
         if not len(rows):
             return self._nothing_supervised(batch.input_ids.device)
         plan = Plan.of(rows, num_steps[rows], batch.bounds, batch.input_ids.device)
-        hidden = self._unroll(batch, plan, self.config.feature_noise if self.training else 0.0)
+        noise = self._noise(batch) if self.training and self.config.feature_noise else None
+        hidden = self._unroll(batch, plan, noise)
         weights, ce_scale = self._row_weights(plan, denominators)
         dtype = matmul_dtype(hidden[0])
         found = distill(
@@ -381,14 +383,26 @@ class Eagle3(Draft):
         head = self.kept_rows(self.target_head).to(dtype)
         return Teacher(batch.last_hidden[plan.teachers], head, full, self.target.logit_softcap)
 
-    def _unroll(self, batch: Batch, plan: Plan, noise: float = 0.0) -> list[Tensor]:
-        """Training-time test: what goes into the head, [N, D] for each step of the plan."""
+    def _noise(self, batch: Batch) -> Tensor:
+        """[T, A*D], uniform in +- feature_noise; a document's noise follows from the batch's seed and its row id."""
+        assert batch.features is not None
+        width, amount = batch.features.shape[1], self.config.feature_noise
+        names = batch.row_ids or tuple(map(str, range(len(batch.docs))))
+        parts = []
+        for (start, end), name in zip(batch.docs, names, strict=True):
+            digest = hashlib.sha256(f"noise {batch.seed} {name}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+            parts.append((torch.rand(end - start, width, generator=generator) * 2 - 1) * amount)
+        return torch.cat(parts).to(batch.features.device)
+
+    def _unroll(self, batch: Batch, plan: Plan, noise: Tensor | None = None) -> list[Tensor]:
+        """Training-time test: what goes into the head, [N, D] for each step of the plan. noise: [T, A*D] or None."""
         if batch.features is None:
             raise ValueError(f"batch.features is None; EAGLE-3 reads the aux layers {list(self.needs.aux_layers)}")
         dtype = matmul_dtype(self.fc.weight)
         features = batch.features[plan.context].to(dtype)  # [M, A*D]
-        if noise:
-            features = features + (torch.rand_like(features) * 2 - 1) * noise
+        if noise is not None:
+            features = features + noise[plan.context].to(dtype)
         positions = batch.positions[plan.context]
         embedded = self.embed(batch.input_ids[plan.context + 1], dtype)
         projections = []  # (queries, keys and values) of each layer
