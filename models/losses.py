@@ -330,7 +330,8 @@ def _losses_(
             k_tv = mix.tv + mix.lk * (1 - w)
             loss += k_tv * (1 - alpha) - mix.nla * floor.log()
             k_tv = k_tv + mix.nla / floor
-            below = torch.where(probs <= true, probs, 0.0)
+            # q [q <= p]; torch.where takes ten times as long
+            below = torch.le(probs, true, out=torch.empty_like(probs)).mul_(probs)
             factor = k_kl + k_tv * below.sum(-1) + (0.0 if k_ce is None else k_ce)
             probs *= factor[:, None]
             probs.addcmul_(below, k_tv[:, None], value=-1)
