@@ -6,14 +6,20 @@ keep all columns too and are masked by their window. So taking back rejected tok
     columns   0 1 2 3 4 5 6          forward writes columns 3, 4, 5; nothing counts yet
     row 0     k k k|n n n            advance([2]) accepts two of them
     row 0     k k k k k|             the next forward overwrites column 5
+
+Gated delta layers (Qwen3-Next, Qwen3.5) keep one running state a row instead of columns, out of which a token cannot be
+taken. HybridCache keeps the state from before a pass and what went into the layer during it; `advance` then replays
+the tokens that stay. Only these layers run again, not their layers' MLPs, and not at all where every token stays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache
 
 
@@ -57,6 +63,11 @@ class TargetCache(Cache):
             return
         columns = self.lengths[:, None] + torch.arange(num_new, device=self.device)
         self._place = (start, end, columns.clamp_(max=self.max_len))  # [B, N]
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Around the forward pass announced by `begin`."""
+        yield
 
     @property
     def uniform(self) -> bool:
@@ -164,3 +175,153 @@ class TargetCache(Cache):
     @property
     def is_sliding(self) -> list[bool]:
         return [False] * self.num_layers
+
+
+class State(NamedTuple):
+    """Running state of one gated delta layer. conv: [B, C, kernel], its last inputs; recurrent: [B, H, Ek, Ev]."""
+
+    conv: Tensor
+    recurrent: Tensor
+
+    def of(self, rows: Tensor) -> State:
+        return State(self.conv[rows], self.recurrent[rows])
+
+
+class HybridCache(TargetCache):
+    """A TargetCache for targets with gated delta layers, which roll back by snapshot and replay.
+
+    mixers: {layer: its gated delta module}. A pass leaves the committed states alone: what it computes stands in
+    `_behind` until `advance` says how many tokens stay.
+    """
+
+    def __init__(
+        self, batch_size: int, max_len: int, num_layers: int, device: torch.device, mixers: Mapping[int, nn.Module]
+    ):
+        super().__init__(batch_size, max_len, num_layers, device)
+        self.mixers = mixers
+        self.num_replayed = 0  # rows of gated delta layers that were computed a second time
+        self._committed: dict[int, State] = {}  # absent = nothing yet, a state of zeros
+        self._behind: dict[int, State] = {}
+        self._inputs: dict[int, Tensor] = {}  # [B, N, D] of the last pass
+        self._num_new = 0
+
+    def begin(self, num_new: int, lengths: Sequence[int] | None = None) -> None:
+        super().begin(num_new, lengths)
+        self._behind, self._inputs, self._num_new = {}, {}, num_new
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Keep what goes into every gated delta layer."""
+
+        def listen(layer: int) -> Callable[..., None]:
+            def hook(_: nn.Module, args: tuple, kwargs: dict) -> None:
+                self._inputs[layer] = args[0] if args else kwargs["hidden_states"]
+
+            return hook
+
+        handles = [m.register_forward_pre_hook(listen(i), with_kwargs=True) for i, m in self.mixers.items()]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def advance(self, num: Tensor | Sequence[int]) -> None:
+        steps = num.tolist() if isinstance(num, Tensor) else list(num)
+        super().advance(steps)
+        assert max(steps, default=0) <= self._num_new, f"{steps} tokens stay of a pass over {self._num_new}"
+        if all(n == self._num_new for n in steps):
+            self._committed |= self._behind
+        else:
+            for layer in self.mixers:
+                self._committed[layer] = self._replayed(layer, steps)
+        self._behind, self._inputs, self._num_new = {}, {}, 0
+
+    def _replayed(self, layer: int, steps: list[int]) -> State:
+        """The layer's state after the first steps[b] tokens of row b of the last pass."""
+        behind = self._behind[layer]
+        before = self._committed.get(layer, State(torch.zeros_like(behind.conv), torch.zeros_like(behind.recurrent)))
+        conv, recurrent = before.conv.clone(), before.recurrent.clone()
+        for n in sorted(set(steps) - {0}):
+            rows = torch.tensor([b for b, m in enumerate(steps) if m == n], device=self.device)
+            after = behind.of(rows)
+            if n < self._num_new:
+                again = _Replay(before.of(rows))
+                self.mixers[layer](hidden_states=self._inputs[layer][rows, :n], cache=again, attention_mask=None)
+                assert again.conv is not None
+                assert again.recurrent is not None
+                after = State(again.conv, again.recurrent)
+                self.num_replayed += len(rows) * n
+            conv[rows], recurrent[rows] = after
+        return State(conv, recurrent)
+
+    def truncate(self, lengths: Tensor | Sequence[int]) -> None:
+        wanted = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
+        if wanted != self.host_lengths:
+            raise ValueError(
+                f"rows of {self.host_lengths} tokens cannot be cut to {wanted}: their gated delta layers keep one running "
+                f"state; take back tokens of the last pass with advance"
+            )
+
+    def keep(self, rows: Sequence[int]) -> None:
+        super().keep(rows)
+        index = torch.tensor(list(rows), dtype=torch.int64, device=self.device)
+        self._committed = {layer: state.of(index) for layer, state in self._committed.items()}
+        self._behind, self._inputs, self._num_new = {}, {}, 0
+
+    # -- what transformers' gated delta layers ask a cache ---------------------------------------------------------
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        found = self._committed.get(layer_idx)
+        return None if found is None else found.conv
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        found = self._committed.get(layer_idx)
+        return None if found is None else found.recurrent
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return True  # so that the layer does not update its convolution in place
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int = 0, **_: Any
+    ) -> Tensor:
+        """Inputs [B, C, N] of the convolution; returns them behind the last ones."""
+        full = joined(self.get_conv_state(layer_idx), conv_states, conv_kernel_size)
+        self._behind[layer_idx] = State(full[..., -conv_kernel_size:], full)
+        return full
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+        self._behind[layer_idx] = State(self._behind[layer_idx].conv, recurrent_states)
+        return recurrent_states
+
+
+class _Replay:
+    """Stands in for the cache while one gated delta layer runs again from a given state."""
+
+    def __init__(self, state: State):
+        self.conv: Tensor | None = state.conv
+        self.recurrent: Tensor | None = state.recurrent
+
+    def get_conv_state(self, *_: Any, **__: Any) -> Tensor | None:
+        return self.conv
+
+    def get_recurrent_state(self, *_: Any, **__: Any) -> Tensor | None:
+        return self.recurrent
+
+    def is_recording_past(self, *_: Any) -> bool:
+        return True
+
+    def update_conv_state(self, conv_states: Tensor, *_: Any, conv_kernel_size: int = 0, **__: Any) -> Tensor:
+        full = joined(self.conv, conv_states, conv_kernel_size)
+        self.conv = full[..., -conv_kernel_size:]
+        return full
+
+    def update_recurrent_state(self, recurrent_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        self.recurrent = recurrent_states
+        return recurrent_states
+
+
+def joined(before: Tensor | None, new: Tensor, kernel: int) -> Tensor:
+    """[B, C, kernel + N]: the last inputs of a convolution, zeros where there were none, and the new ones."""
+    if before is None:
+        before = new.new_zeros(*new.shape[:2], kernel)
+    return torch.cat([before, new], -1)

@@ -15,7 +15,7 @@ import inspect
 import json
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -28,13 +28,14 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
+    Cache,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from draftsmith.models import tiny
-from draftsmith.models.cache import TargetCache
+from draftsmith.models.cache import HybridCache, TargetCache
 from draftsmith.models.draft import Draft, Needs, TargetSpec
 from draftsmith.models.gguf import PACKAGE, cache_root, gguf_file, unpacked
 from draftsmith.models.sampling import Sampler
@@ -44,6 +45,10 @@ PROVEN = ("llama", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "gpt2")
 
 ROLLS_BACK = ("full_attention", "sliding_attention")
 """Layer types whose cache can be rolled back by forgetting columns."""
+
+REPLAYS = "linear_attention"
+"""Layer type whose running state is rolled back by replaying what stays, where the module is called REPLAYED."""
+REPLAYED = "linear_attn"
 
 FINAL_NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm")  # what cores call the norm in front of the head
 PREFILL_TOKENS = 4096  # tokens of one prefill pass in generate: bounds activations, large enough to fill a device
@@ -227,7 +232,11 @@ class Target:
                 # padding behind a nearly full row may lie past the last learned position
                 "position_ids": positions.clamp(max=cache.max_len - 1),
             }
-        with torch.autocast(self.device.type, enabled=False), self._captured(needs.aux_layers) as states:
+        with (
+            torch.autocast(self.device.type, enabled=False),
+            nullcontext() if cache is None else cache.recording(),
+            self._captured(needs.aux_layers) as states,
+        ):
             last_hidden = self.core(input_ids=input_ids, **arguments).last_hidden_state
         features = torch.cat([states[k] for k in needs.aux_layers], -1) if needs.aux_layers else None
         return TargetOutput(features, last_hidden)
@@ -267,6 +276,9 @@ class Target:
         masks: dict[str, Tensor | None] = {}
         columns = torch.arange(num_keys, device=positions.device)
         for kind in wanted:
+            if kind == REPLAYS:  # what is padded is not replayed, so it needs no mask
+                masks[kind] = None
+                continue
             short = kind == "full_attention" or num_keys <= self.window
             if plain and short:
                 masks[kind] = None
@@ -275,7 +287,7 @@ class Target:
             if not short:
                 mask &= columns > positions[:, :, None] - self.window
             masks[kind] = self._as_attention_wants(mask[:, None])
-        return masks if len(wanted) > 1 else masks.popitem()[1]
+        return masks if len(wanted) > 1 or REPLAYS in wanted else masks.popitem()[1]
 
     def _as_attention_wants(self, mask: Tensor) -> Tensor:
         """sdpa takes booleans; eager attention adds the mask to the scores."""
@@ -287,8 +299,9 @@ class Target:
 
     def new_cache(self, batch_size: int, max_len: int) -> TargetCache:
         """An empty cache for batch_size rows of at most max_len tokens; refused where rollback would not be exact."""
-        foreign = sorted(set(self.layer_kinds) - set(ROLLS_BACK))
-        if foreign or self.model._is_stateful:
+        mixers = self._mixers()
+        foreign = sorted(set(self.layer_kinds) - {*ROLLS_BACK, REPLAYS})
+        if foreign or (self.model._is_stateful and not mixers):
             raise ValueError(
                 f"{self.spec.name}: {', '.join(foreign) or self.spec.model_type} layers keep a running state that rejected "
                 f"tokens cannot be taken out of exactly; capture and training work, decoding here does not"
@@ -298,10 +311,25 @@ class Target:
                 f"{self.spec.name}: {max_len} tokens per row asked for, it has {self.spec.max_positions} learned positions; "
                 f"use shorter prompts or a smaller max_new_tokens"
             )
-        cache = TargetCache(batch_size, max_len, self.num_layers, self.device)
+        if mixers:
+            cache: TargetCache = HybridCache(batch_size, max_len, self.num_layers, self.device, mixers)
+        else:
+            cache = TargetCache(batch_size, max_len, self.num_layers, self.device)
         if not self._cache_proven:
             self._compare_cache_with_full_pass()
         return cache
+
+    def _mixers(self) -> dict[int, nn.Module]:
+        """{layer: its gated delta module}, for layers whose state this project can replay."""
+        found = {}
+        for i, (kind, layer) in enumerate(zip(self.layer_kinds, self.layers, strict=True)):
+            if kind != REPLAYS:
+                continue
+            mixer = getattr(layer, REPLAYED, None)
+            if mixer is None or not hasattr(Cache, "get_conv_state"):
+                return {}
+            found[i] = mixer
+        return found
 
     # -- many rows -----------------------------------------------------------------------------------------------
     def capture(
