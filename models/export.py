@@ -28,6 +28,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -60,7 +61,9 @@ Tensors = dict[str, Tensor]
 Shape = tuple[int, ...]
 
 CONFIG, WEIGHTS, MARK = "config.json", "model.safetensors", "draftsmith"
-WRITTEN_BY_US = frozenset({CONFIG, WEIGHTS, "README.md", "provenance.json", "certificate.json"})
+WRITTEN_BY_US = frozenset(
+    {CONFIG, WEIGHTS, "README.md", "provenance.json", "certificate.json", "calibration.json", "recipe.yaml"}
+)
 NO_PUBLIC_NAME = "unpublished/target"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -155,7 +158,7 @@ def write(
     checkpoint = dialect.encode(config, tensors, target, format)
     raw = _nest(checkpoint, dialect, config, public, num, dtype, format)
 
-    _refuse_foreign(out)
+    refuse_foreign(out)
     temporary = out.with_name(out.name + ".tmp")
     temporary.mkdir(parents=True, exist_ok=True)
     for path in temporary.iterdir():  # left by a killed export
@@ -168,7 +171,9 @@ def write(
         with open(path, "rb") as file:
             os.fsync(file.fileno())
     _check_read_back(temporary, config, tensors, target)
-    _swap_in(temporary, out)
+    if (out / "README.md").is_file():  # a card that somebody may have edited; eval/release.py knows
+        shutil.copyfile(out / "README.md", temporary / "README.md")
+    replace_folder(temporary, out)
 
 
 def _nest(
@@ -233,10 +238,10 @@ def refuse_without_aux(target: TargetSpec) -> list[str]:
 def _public_name(target: TargetSpec, published_name: str | None) -> Config:
     """Name and revision of the target that may be published: a Hub id, or a placeholder with a warning."""
     if published_name is not None:
-        if not _is_hub_id(published_name):
+        if not is_hub_id(published_name):
             raise ValueError(f"published_name must be a Hub id such as ORG/NAME, got {published_name!r}")
         return {"name": published_name, "revision": target.revision if published_name == target.name else None}
-    if _is_hub_id(target.name):
+    if is_hub_id(target.name):
         return {}
     warnings.warn(
         f"the target {target.name!r} is not a public Hub id; the export says {NO_PUBLIC_NAME!r} instead of the path. "
@@ -246,7 +251,7 @@ def _public_name(target: TargetSpec, published_name: str | None) -> Config:
     return {"name": NO_PUBLIC_NAME, "revision": None}
 
 
-def _is_hub_id(name: str) -> bool:
+def is_hub_id(name: str) -> bool:
     return re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name) is not None and not Path(name).exists()
 
 
@@ -287,7 +292,7 @@ def first_difference(want: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> s
     return None
 
 
-def _refuse_foreign(out: Path) -> None:
+def refuse_foreign(out: Path) -> None:
     """Only an earlier export may be replaced; nothing that this project did not write is deleted."""
     if not out.exists():
         return
@@ -298,16 +303,22 @@ def _refuse_foreign(out: Path) -> None:
         raise ValueError(f"{out} exists and holds {what}; choose an empty place or an earlier export")
 
 
-def _swap_in(temporary: Path, out: Path) -> None:
-    if not out.exists():
-        temporary.rename(out)
-        return
-    old = out.with_name(out.name + ".old")
-    out.rename(old)
+def replace_folder(temporary: Path, out: Path) -> None:
+    """Put a finished folder of files in the place of `out`, which refuse_foreign has let pass."""
+    old = out.with_name(f".{out.name}.replaced")  # a name that nobody else gives a backup
+    _remove(old)  # left by a killed replacement
+    if out.exists():
+        out.rename(old)
     temporary.rename(out)
-    for path in old.iterdir():
+    _remove(old)
+
+
+def _remove(folder: Path) -> None:
+    if not folder.exists():
+        return
+    for path in folder.iterdir():
         path.unlink()
-    old.rmdir()
+    folder.rmdir()
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
@@ -411,8 +422,13 @@ def _without_embedding(tensors: Tensors, target: TargetSpec, embedding: Tensor |
 
 
 # -- serving ---------------------------------------------------------------------------------------------------------
-def serve_command(folder: Path, target: str | None = None, num_speculative_tokens: int | None = None) -> str:
-    """The exact `vllm serve` line for an export. target: Hub id or folder; else the name in the export."""
+def serve_command(
+    folder: Path, target: str | None = None, num_speculative_tokens: int | None = None, served_as: str | None = None
+) -> str:
+    """The exact `vllm serve` line for an export. target: Hub id or folder; else the name in the export.
+
+    served_as: what the server loads the draft from, e.g. a Hub id; else the folder.
+    """
     raw = read_json(Path(folder))
     about = raw.get(MARK, {})
     proposals = raw.get("speculators_config", {}).get("proposal_methods", [{}])
@@ -423,7 +439,7 @@ def serve_command(folder: Path, target: str | None = None, num_speculative_token
     if num is None:
         raise ValueError(f"{folder}: the export has no default number of proposals; give num_speculative_tokens")
     kind = about.get("family") or _family_name(raw, read_tensors(Path(folder)), Path(folder))
-    settings = {"method": dialect_of(kind).method, "model": str(folder), "num_speculative_tokens": num}
+    settings = {"method": dialect_of(kind).method, "model": served_as or str(folder), "num_speculative_tokens": num}
     return f"vllm serve {shlex.quote(str(name))} --speculative-config {shlex.quote(json.dumps(settings))}"
 
 
