@@ -30,6 +30,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled() and x.dtype == self.weight.dtype:  # decoding: one kernel, half the time per call
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return _RMSNorm.apply(x, self.weight, self.eps)
 
 

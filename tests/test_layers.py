@@ -62,6 +62,15 @@ def test_rms_norm_of_bf16_uses_fp32_statistics_and_fp32_weights():
     assert norm.weight.grad.dtype == torch.float32
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm_is_the_same_with_and_without_gradients(dtype):
+    norm = RMSNorm(576, 1e-5).to(dtype)
+    x = (torch.randn(3, 5, 576) * 20).to(dtype)
+    with torch.no_grad():
+        quick = norm(x)
+    torch.testing.assert_close(quick, norm(x).detach())
+
+
 def test_the_mlp_equals_swiglu_forward_and_backward():
     mlp = MLP(12, 20).double()
     x = torch.randn(9, 12, dtype=torch.float64, requires_grad=True)
