@@ -46,6 +46,7 @@ from draftsmith.models.target import Target
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from rich.table import Table
 
     from draftsmith.eval.acceptance import EvalConfig
 
@@ -399,7 +400,38 @@ def read_calibration(folder: Path, draft_sha256: str) -> dict[str, Any] | None:
     return found
 
 
-# -- the plot ------------------------------------------------------------------------------------------------------------
+# -- table and plot ------------------------------------------------------------------------------------------------------------
+
+
+def calibration_table(calibration: Mapping[str, Any]) -> Table:
+    """Per slot: temperature, and how well survival is predicted before and after."""
+    from rich.table import Table
+
+    caption = f"{calibration['num_rounds']} rounds of {calibration.get('num_prompts', '?')} prompts; survival of the first k slots"
+    table = Table(title="Calibration", caption=caption, title_justify="left", caption_justify="left")
+    for head in (
+        "slot",
+        "temperature",
+        "accepted",
+        "ECE before",
+        "after",
+        "Brier before",
+        "after",
+        "AUROC before",
+        "after",
+    ):
+        table.add_column(head, justify="right")
+    for k, (a, b) in enumerate(zip(calibration["before"], calibration["after"], strict=True)):
+        rates = ["-" if slot["auroc"] is None else f"{slot['auroc']:.3f}" for slot in (a, b)]
+        table.add_row(
+            str(k + 1),
+            f"{calibration['temperatures'][k]:.2f}",
+            f"{a['observed']:.3f}",
+            *(f"{100 * slot['ece']:.1f} %" for slot in (a, b)),
+            *(f"{slot['brier']:.3f}" for slot in (a, b)),
+            *rates,
+        )
+    return table
 
 
 def reliability_figure(calibration: Mapping[str, Any]) -> Figure:

@@ -46,6 +46,7 @@ PACKAGES = ("draftsmith", "torch", "transformers", "accelerate", "safetensors", 
 # what may change between the sittings of a run: nothing here moves a weight while all numbers are finite
 FREE_KEYS = (
     "eval",
+    "release",
     "train.log_every",
     "train.eval_every",
     "train.save_every",

@@ -262,6 +262,56 @@ def export(
 
 
 @app.command()
+def calibrate(
+    recipe: MaybeRecipe = None,
+    overrides: Overrides = None,
+    out: Out = None,
+    smoke: Smoke = False,
+    json_: Json = False,
+    target: TargetOption = None,
+    draft: DraftOption = None,
+    prompts: PromptsOption = None,
+) -> None:
+    """Calibrate the confidences of a draft (DSpark) on held-out prompts; writes calibration.json beside the draft.
+
+    Example: draftsmith calibrate --target TARGET --draft runs/quickstart-dspark/step-300/draft
+    """
+    result = _stages(recipe, overrides, out, smoke, json_, target, draft, prompts).calibrate()
+    if json_:
+        _print_json(result)
+
+
+@app.command()
+def release(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    out: Out = None,
+    smoke: Smoke = False,
+    json_: Json = False,
+    push: Annotated[
+        str | None, typer.Option("--push", metavar="ORG/NAME", help="Upload to this repository of the Hub.")
+    ] = None,
+    private: Annotated[bool, typer.Option("--private", help="The repository is private if it is made now.")] = False,
+    revision: Annotated[str | None, typer.Option("--revision", help="Branch to commit to; default main.")] = None,
+    pr: Annotated[bool, typer.Option("--pr", help="Open a pull request instead of committing.")] = False,
+    license_: Annotated[
+        str | None, typer.Option("--license", metavar="ID", help="Licence of the draft, e.g. apache-2.0.")
+    ] = None,
+    overwrite_card: Annotated[
+        bool, typer.Option("--overwrite-card", help="Write README.md anew although somebody edited it.")
+    ] = False,
+) -> None:
+    """Check the bar, the certificate and the weights, export, write the model card; without --push a dry run.
+
+    Example: draftsmith release quickstart --license apache-2.0
+    """
+    stages = _stages(recipe, overrides, out, smoke, quiet=json_)
+    result = stages.release(push, private, revision, pr, license_, overwrite_card)
+    if json_:
+        _print_json(result)
+
+
+@app.command()
 def serve(
     recipe: MaybeRecipe = None,
     overrides: Overrides = None,

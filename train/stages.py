@@ -50,9 +50,12 @@ from draftsmith.data.chat import (
 )
 from draftsmith.data.regenerate import LocalEngine, ServerEngine, regenerate
 from draftsmith.data.shards import FeatureStore, finish_stage, stage_counts, stage_dir
-from draftsmith.eval import acceptance, certify, exact, report, speed
+from draftsmith.eval import acceptance, certify, exact, hub, report, schedule, speed
 from draftsmith.eval import plan as planning
 from draftsmith.eval.acceptance import EvalConfig
+from draftsmith.eval.card import ReleaseConfig
+from draftsmith.eval.release import release
+from draftsmith.eval.runtime import Schedule
 from draftsmith.models import export
 from draftsmith.models.draft import Draft, family
 from draftsmith.models.target import Target, TargetConfig
@@ -90,6 +93,7 @@ SECTIONS: dict[str, recipes.Section] = {
     "data": DataConfig,
     "eval": EvalConfig,
     "train": TrainConfig,
+    "release": ReleaseConfig,
 }
 
 
@@ -447,7 +451,11 @@ class Stages:
                 advice = None
             else:
                 with self._progress(f"accept {name}", len(prompts) * config.max_new_tokens, "tokens") as advance:
-                    found, advice = acceptance.accept(self.target, self.draft, prompts, kinds, config, advance)
+                    found, advice = acceptance.accept(
+                        self.target, self.draft, prompts, kinds, config, advance, self._schedule()
+                    )
+            if server is None or self._has_draft():
+                found["draft_sha256"] = certify.tensors_sha256(self.draft)
             suffix = "" if index == 0 else f"-{name}"
             self._write(f"acceptance-{found['method']}{suffix}.json", found)
             results[name] = found
@@ -475,6 +483,42 @@ class Stages:
         self._write("speed.json", found)
         self.say(speed.speed_table(found))
         return found
+
+    def calibrate(self) -> dict[str, Any]:
+        """Calibrate the draft's confidences on held-out prompts; the result is stored with the draft."""
+        config: EvalConfig = self.recipe.eval
+        prompts, _ = next(iter(self._prompt_sets().values()))
+        prompts, num = prompts[: config.calibrate_prompts], config.num_proposals(self.draft)
+        with self._progress("calibrate", len(prompts) * config.max_new_tokens, "tokens") as advance:
+            found = schedule.calibrate_draft(
+                self.target,
+                self.draft,
+                prompts,
+                num,
+                config.sampler(),
+                config.max_new_tokens,
+                config.batch_size,
+                advance,
+            )
+        path = schedule.write_calibration(self.draft_folder(), found, certify.tensors_sha256(self.draft))
+        self.out.mkdir(parents=True, exist_ok=True)
+        schedule.reliability_figure(found).savefig(self.out / "calibration.svg", metadata={"Date": None})
+        self.say(schedule.calibration_table(found))
+        self.say(f"calibrated {path}; figure {self.out / 'calibration.svg'}")
+        return found
+
+    def _schedule(self) -> Schedule | None:
+        """What eval.schedule asks for, from the draft's calibration and the measured pass times."""
+        config: EvalConfig = self.recipe.eval
+        if config.schedule == "none":
+            return None
+        calibration = schedule.read_calibration(self.draft_folder(), certify.tensors_sha256(self.draft))
+        if calibration is None:
+            self.say("[yellow]the draft has no calibration.json; its confidences are taken as they are[/yellow]")
+        return schedule.schedule_of(config, calibration, report.read_json(self.out / "speed.json"))
+
+    def _has_draft(self) -> bool:
+        return self.given_draft is not None or read_best(self.out) is not None or latest(self.out) is not None
 
     def _survival(self) -> list[float] | None:
         found = report.read_json(self.out / "acceptance-runtime.json")
@@ -555,6 +599,61 @@ class Stages:
             self.say(f"[yellow]{warning.message}[/yellow]")
         self.say(f"export    {out}, read back and equal; serve it with\n  {self.serve_command()}")
         return out
+
+    def _release_config(self) -> ReleaseConfig:
+        return self.recipe.release if "release" in self.recipe.sections else ReleaseConfig()
+
+    def release(
+        self,
+        push: str | None = None,
+        private: bool = False,
+        revision: str | None = None,
+        create_pr: bool = False,
+        license: str | None = None,
+        overwrite_card: bool = False,
+    ) -> dict[str, Any]:
+        """Gate, export and card; with `push` also the upload, else the dry run."""
+        self._one_process("release")
+        if push is None and (private or revision is not None or create_pr):
+            raise ValueError("--private, --revision and --pr have no effect without --push ORG/NAME")
+        found = release(
+            self.out,
+            self.draft,
+            self.target.spec,
+            self.recipe,
+            draft_folder=self.draft_folder(),
+            license=license,
+            repo_id=push,
+            overwrite_card=overwrite_card,
+        )
+        result = {
+            "folder": str(found.folder),
+            "base_model": found.base_model,
+            "files": found.files,
+            "card": found.card,
+            "notes": list(found.notes),
+            "pushed": None,
+        }
+        self.say(found.card)
+        for name, size in found.files.items():
+            self.say(f"  {planning.human_bytes(size):>10}  {found.folder / name}")
+        for note in found.notes:
+            self.say(f"[yellow]{note}[/yellow]")
+        if push is None:
+            self.say("dry run: nothing was sent; add --push ORG/NAME to upload these files")
+            return result
+        length = report.read_json(self.out / "acceptance-runtime.json")["acceptance_length"]
+        pushed = hub.push(
+            found.folder,
+            push,
+            message=f"{self.recipe.name}: acceptance length {length:.2f}",
+            base_model=found.base_model,
+            private=private or None,
+            revision=revision,
+            create_pr=create_pr,
+        )
+        self.say(f"pushed    {pushed.pull_request or pushed.url} (commit {pushed.commit[:12]})")
+        return result | {"pushed": pushed._asdict()}
 
     def serve_command(self) -> str:
         """The command for the very target that was measured: its local files where it has some, else its Hub id."""
