@@ -106,7 +106,7 @@ def model_card(
         measured=list(_measured_lines(evidence, recipe)),
         data=list(_data_lines(recipe)),
         training=list(_training_lines(draft, recipe, known)),
-        commands=_commands(recipe),
+        commands=_commands(recipe, evidence.target),
         draft_sha256=evidence.draft_sha256,
         dtype=config.dtype,
         proof=proof_lines(evidence.certificate),
@@ -184,6 +184,7 @@ def _table(stem: str, found: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "title": f"{prompt_set}: acceptance length {found['acceptance_length']:.2f}",
         "note": note,
+        "rule": ["---", *["---:"] * (3 + len(slots))],
         "head": ["prompt kind", "prompts", "rounds", "acceptance length", *slots],
         "rows": rows,
     }
@@ -259,11 +260,15 @@ def _training_lines(draft: Draft, recipe: Recipe, known: Mapping[str, Any]) -> I
         yield "Versions: " + ", ".join(f"{name} {number}" for name, number in sorted(versions.items())) + "."
 
 
-def _commands(recipe: Recipe) -> list[str]:
+def _commands(recipe: Recipe, target: str) -> list[str]:
     """The stages, one a line, from the recipe that lies beside the card."""
-    states = ["capture"] if recipe.data.source == "cache" else []
-    verbs = ["regenerate", *states, "train", "accept", "certify", "release"]
-    return [f"draftsmith {verb} {RECIPE}" for verb in verbs]
+    data = recipe.data
+    verbs = ["regenerate"] if data.regenerate else []
+    verbs += ["capture"] if data.source == "cache" else []
+    lines = [f"draftsmith {verb} {RECIPE}" for verb in (*verbs, "train", "accept", "certify", "release")]
+    if data.regenerate and data.regenerate.server:
+        return [f"vllm serve {target}  # answers the prompts; give its address as data.regenerate.server", *lines]
+    return lines
 
 
 def _limit_lines(evidence: Evidence, recipe: Recipe, draft: Draft, target: TargetSpec) -> Iterator[str]:

@@ -102,7 +102,7 @@ def release(
         export_sha256 = read_back(staging, draft, target, config.dtype)
         _write_json(staging / CERTIFICATE, public(evidence.certificate | {"target": evidence.target}))
         _write_calibration(staging, draft_folder, evidence.draft_sha256, export_sha256)
-        (staging / RECIPE).write_text(recipe_text(recipe, evidence.target), encoding="utf-8")
+        (staging / RECIPE).write_text(recipe_text(recipe, config, evidence.target), encoding="utf-8")
         _write_json(staging / PROVENANCE, provenance(run, draft, target, recipe, config, evidence, export_sha256))
         card = seal(model_card(staging, run, draft, target, recipe, config, evidence, repo_id))
         notes: tuple[str, ...] = ()
@@ -290,9 +290,9 @@ def provenance(
     )
 
 
-def recipe_text(recipe: Recipe, target: str) -> str:
+def recipe_text(recipe: Recipe, config: ReleaseConfig, target: str) -> str:
     """The resolved recipe as YAML, ready to be read again, with the target's public name for a private path."""
-    resolved = recipe.resolved()
+    resolved = recipe.resolved() | {"release": config.model_dump(mode="json")}
     if Path(resolved["target"]["name"]).exists():
         resolved["target"] |= {"name": target, "published_name": None}
     return yaml.safe_dump(public(resolved), sort_keys=False, allow_unicode=True)

@@ -634,7 +634,7 @@ class Stages:
             "notes": list(found.notes),
             "pushed": None,
         }
-        self.say(found.card)
+        self.console.print(found.card, markup=False, soft_wrap=True)
         for name, size in found.files.items():
             self.say(f"  {planning.human_bytes(size):>10}  {found.folder / name}")
         for note in found.notes:
