@@ -57,6 +57,7 @@ from draftsmith.eval.card import ReleaseConfig
 from draftsmith.eval.release import release
 from draftsmith.eval.runtime import Schedule
 from draftsmith.models import export
+from draftsmith.models.blocks import choose_mask_token
 from draftsmith.models.draft import Draft, family
 from draftsmith.models.target import Target, TargetConfig
 from draftsmith.recipes import Recipe
@@ -352,6 +353,10 @@ class Stages:
     def _untrained(self) -> Draft:
         """The recipe's draft, bound to the target; its weights are not initialised yet."""
         config = self.recipe.draft
+        if "mask_token_id" in type(config).model_fields and config.mask_token_id is None:
+            mask = choose_mask_token(self.target.tokenizer, self.target.spec)
+            self.say(f"draft     mask token {mask} {self.target.tokenizer.convert_ids_to_tokens(mask)!r}")
+            config = config.model_copy(update={"mask_token_id": mask})
         draft = family(config.family)(config, self.target.spec)
         self.target.bind(draft)
         return draft
