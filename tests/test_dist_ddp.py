@@ -20,8 +20,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from safetensors.torch import load_file
-from toy import ToyDraft, ToySource, ToyTarget, config
+from toy import ToyDraft, ToySource, ToyTarget, config, eagle
 
+from draftsmith.models.draft import Draft
 from draftsmith.train import checkpoint, loop
 from draftsmith.train.track import MetricsFile
 
@@ -29,6 +30,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {  # settings of the run, and of its sour
     "adamw": {"run": {}, "source": {"docs_per_pack": 1}},
     "muon": {"run": {"optimizer": "muon", "clip": 0.5}, "source": {}},
     "idle_rank": {"run": {"steps": 6}, "source": {"unsupervised": (1, 3), "docs_per_pack": 1}},
+    "eagle3": {"run": {"steps": 6}, "source": {"num_aux": 2, "docs_per_step": 3, "docs_per_pack": 1}},
     "resumed": {"run": {"save_every": 3, "log_every": 4}, "source": {}},
     "signal": {"run": {}, "source": {}},
     "evaluated": {"run": {"eval_every": 4}, "source": {}},
@@ -54,12 +56,12 @@ def worker(out: Path) -> None:
     accelerator = loop.make_accelerator(config(), out)
     rank, facts = accelerator.process_index, {}
 
-    def run(name: str, draft: ToyDraft, source: ToySource, **more: Any) -> loop.TrainResult:
+    def run(name: str, draft: Draft, source: ToySource, **more: Any) -> loop.TrainResult:
         return loop.train(
             draft, ToyTarget(), source, config(**SCENARIOS[name]["run"]), out / name, accelerator=accelerator, **more
         )
 
-    def weights(draft: ToyDraft) -> list[float]:
+    def weights(draft: Draft) -> list[float]:
         return [float(p.detach().double().sum()) for p in draft.parameters()]
 
     reductions, prepare = [], accelerator.prepare_model
@@ -75,9 +77,9 @@ def worker(out: Path) -> None:
         wrapped.register_comm_hook(None, hook)
         return wrapped
 
-    for name in ("adamw", "muon", "idle_rank"):
+    for name in ("adamw", "muon", "idle_rank", "eagle3"):
         accelerator.prepare_model = counting if name == "adamw" else prepare
-        draft = ToyDraft(seed=rank)  # ranks that start apart: DDP takes rank 0's weights
+        draft = eagle() if name == "eagle3" else ToyDraft(seed=rank)  # unequal ranks: DDP takes rank 0's weights
         result = run(name, draft, ToySource(**SCENARIOS[name]["source"]))
         facts[name] = {"steps": result.step, "weights": weights(draft)}
     facts["reductions"] = len(reductions)
@@ -144,11 +146,11 @@ def draft_tensors(run: Path, step: int) -> dict[str, torch.Tensor]:
     return load_file(run / f"step-{step}/draft/draft.safetensors")
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon", "idle_rank"])
+@pytest.mark.parametrize("name", ["adamw", "muon", "idle_rank", "eagle3"])
 def test_two_ranks_give_the_losses_and_weights_of_one(out, tmp_path, name):
     source = ToySource(**{**SCENARIOS[name]["source"], "docs_per_pack": 4})
     settings = config(**SCENARIOS[name]["run"])
-    loop.train(ToyDraft(), ToyTarget(), source, settings, tmp_path)
+    loop.train(eagle() if name == "eagle3" else ToyDraft(), ToyTarget(), source, settings, tmp_path)
     assert losses(out / name) == pytest.approx(losses(tmp_path), abs=1e-5)
     one, two = draft_tensors(tmp_path, settings.steps), draft_tensors(out / name, settings.steps)
     # Muon orthogonalises in bf16, which turns rounding of the sums into 1e-3 of a step
@@ -161,7 +163,7 @@ def test_two_ranks_give_the_losses_and_weights_of_one(out, tmp_path, name):
 def test_ranks_take_the_same_steps_and_hold_the_same_weights(out):
     """H-DR-1: rank 1 of idle_rank never has a supervised token."""
     first, second = facts(out)
-    for name in ("adamw", "muon", "idle_rank", "resumed"):
+    for name in ("adamw", "muon", "idle_rank", "eagle3", "resumed"):
         assert first[name] == second[name]
     assert first["idle_rank"]["steps"] == 6
 

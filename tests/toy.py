@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftsmith.models.draft import Batch, Draft, DraftConfig, Needs, TargetSpec, Term
+from draftsmith.models.draft import Batch, Draft, DraftConfig, Needs, TargetSpec, Term, TokenStats
+from draftsmith.models.eagle3 import Eagle3, Eagle3Config
 from draftsmith.train.loop import TrainConfig
 
 D, V = 12, 23  # width and vocabulary: odd, so that swapped axes show
@@ -107,8 +108,15 @@ class ToySource:
     The documents of a step depend on (seed, step) alone. unsupervised: indices within a step whose mask is all 0.
     """
 
-    def __init__(self, docs_per_step: int = 4, docs_per_pack: int = 4, seed: int = 0, unsupervised: tuple = ()):
-        self.docs_per_step, self.docs_per_pack = docs_per_step, docs_per_pack
+    def __init__(
+        self,
+        docs_per_step: int = 4,
+        docs_per_pack: int = 4,
+        seed: int = 0,
+        unsupervised: tuple = (),
+        num_aux: int = 1,
+    ):
+        self.docs_per_step, self.docs_per_pack, self.num_aux = docs_per_step, docs_per_pack, num_aux
         self.seed, self.unsupervised = seed, unsupervised
         self.poison: str | None = None  # row id whose features are NaN
 
@@ -122,22 +130,36 @@ class ToySource:
         return {"ids": ids, "mask": mask, "features": features * (torch.nan if name == self.poison else 1), "id": name}
 
     def step(self, step: int, rank: int, world: int) -> list[Batch]:
-        docs = [self.doc(step, index) for index in range(self.docs_per_step)][rank::world]
-        packs = [docs[i : i + self.docs_per_pack] for i in range(0, len(docs), self.docs_per_pack)]
-        return [self.pack(docs) for docs in packs]
+        docs = [self.doc(step, index) for index in range(self.docs_per_step)]
+        most = -(-len(docs[::world]) // self.docs_per_pack)  # rank 0 has the most; others add empty packs
+        mine = docs[rank::world]
+        return [self.pack(mine[i * self.docs_per_pack :][: self.docs_per_pack]) for i in range(most)]
 
     def pack(self, docs: list[dict[str, Any]]) -> Batch:
         bounds = [0]
         for doc in docs:
             bounds.append(bounds[-1] + len(doc["ids"]))
+        states = torch.cat([torch.zeros(0, D), *(doc["features"] for doc in docs)])
         return Batch(
-            input_ids=torch.cat([doc["ids"] for doc in docs]),
-            loss_mask=torch.cat([doc["mask"] for doc in docs]),
-            positions=torch.cat([torch.arange(len(doc["ids"])) for doc in docs]),
+            input_ids=torch.cat([torch.zeros(0, dtype=torch.int64), *(doc["ids"] for doc in docs)]),
+            loss_mask=torch.cat([torch.zeros(0, dtype=torch.bool), *(doc["mask"] for doc in docs)]),
+            positions=torch.cat([torch.arange(0), *(torch.arange(len(doc["ids"])) for doc in docs)]),
             bounds=tuple(bounds),
-            features=torch.cat([doc["features"] for doc in docs]),
+            features=torch.cat([states.roll(i, 1) for i in range(self.num_aux)], 1),
+            last_hidden=states,
             row_ids=tuple(doc["id"] for doc in docs),
         )
+
+
+def eagle(**values: Any) -> Eagle3:
+    """A small EAGLE-3 draft for ToySource(num_aux=2): bound and initialised as a caller of the loop does it."""
+    settings = {"aux_layers": (2, 4), "draft_vocab": 17, "ttt_steps": 2, "loss": {"kl": 0.5, "ce": 0.5}}
+    draft = Eagle3(Eagle3Config(**{**settings, **values}), spec())
+    target = ToyTarget().model
+    draft.bind(target["embed"].weight, target["head"].weight)
+    stats = TokenStats(torch.arange(V), torch.empty(0, 2, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
+    draft.initialise(stats, torch.Generator().manual_seed(0))
+    return draft
 
 
 def config(**values: Any) -> TrainConfig:

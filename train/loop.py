@@ -12,12 +12,14 @@ so a resumed run is the uninterrupted run.
 from __future__ import annotations
 
 import atexit
+import gc
 import math
 import os
 import random
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -124,7 +126,11 @@ def train(
     check_active(accelerator, config)
     check_parameters(draft, target)
 
-    with folder.only_one(run) if main else nullcontext(), StopSignals(say=main) as signals:
+    with (
+        folder.only_one(run) if main else nullcontext(),
+        StopSignals(say=main) as signals,
+        released(accelerator, draft),
+    ):
         # -- start, or find where the run stands -------------------------------------------------------------------
         run_id = folder.open_run(run, recipe, data or {}) if main else ""
         accelerator.wait_for_everyone()
@@ -132,7 +138,9 @@ def train(
         evaluates = any(gather(accelerator, (evaluate is not None,))[0])  # rank 0 alone may have been given one
         random.seed(config.seed + rank)
         torch.manual_seed(config.seed + rank)
-        model = accelerator.prepare_model(draft)
+        with warnings.catch_warnings():  # accelerate passes DDP a word that torch 2.13 deprecates
+            warnings.filterwarnings("ignore", ".*broadcast_buffers", FutureWarning)
+            model = accelerator.prepare_model(draft)
         check_wrapped(model, world)
         optimizers = build(draft, config)
         metrics, window, done = MetricsFile(run), Window(device), 0
@@ -231,9 +239,6 @@ def train(
             names, cuts = gather(accelerator, (signals.name, signals.cut))  # a signal may have reached one rank alone
             result = standing_result(run, done, interrupted=done < config.steps or any(cuts))
             view.say(farewell(result, config.steps, max(names)))
-    accelerator.unwrap_model(model, keep_fp32_wrapper=False)  # takes accelerate's autocast off draft.forward again
-    for running in accelerator.trackers:
-        running.finish()
     return result
 
 
@@ -429,7 +434,8 @@ def make_accelerator(config: TrainConfig, run: Path | str) -> Accelerator:
 
 
 def _leave_group() -> None:
-    """gloo aborts the interpreter ("terminate called without an active exception") when its group outlives it."""
+    """At the end of the process: a group that outlives the interpreter aborts it (see `released`)."""
+    gc.collect()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
@@ -583,6 +589,21 @@ class StopSignals:
 
 class _Cut(BaseException):
     """Raised by a signal inside StopSignals.cutting; not an Exception, so that no library swallows it."""
+
+
+@contextmanager
+def released(accelerator: Accelerator, draft: Draft) -> Iterator[None]:
+    """Afterwards accelerate holds nothing of the run: trackers are closed, the draft is free of its wrappers.
+
+    A DDP module that lives on keeps gloo's threads alive, which abort the interpreter as it ends (torch 2.13).
+    """
+    try:
+        yield
+    finally:
+        for tracker in accelerator.trackers:
+            tracker.finish()
+        accelerator.unwrap_model(draft, keep_fp32_wrapper=False)  # takes accelerate's autocast off draft.forward
+        accelerator.free_memory()
 
 
 # -- small things --------------------------------------------------------------------------------------------------
