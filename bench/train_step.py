@@ -159,15 +159,24 @@ def measure(variant: str, dtype: str, head: str, repeats: int) -> dict[str, Any]
         optimizer.zero_grad()
         return loss.item()
 
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = _peak_mib()
     first = step()
     times = []
     for _ in range(repeats):
         begin = time.process_time()
         step()
         times.append(time.process_time() - begin)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    return {"cpu_s": statistics.median(times), "peak_mib": peak / 1024, "loss": first}
+    return {"cpu_s": statistics.median(times), "peak_mib": _peak_mib() - before, "loss": first}
+
+
+def _peak_mib() -> float:
+    """Peak resident set of this program. On Linux not by getrusage, which starts from the parent's size at exec."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        scale = 2**20 if platform.system() == "Darwin" else 2**10  # macOS counts bytes, others KiB
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / scale
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM"))
 
 
 def main() -> None:
