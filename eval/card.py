@@ -197,6 +197,13 @@ _METHOD_WORDS = {
 }
 
 
+def measured_target(name: str) -> str:
+    """What may be told of the target that was really used: the name of a GGUF file, but not that of a folder."""
+    if name.endswith(".gguf"):
+        return f"`{last_part(name)}`"
+    return "a local copy" if Path(name).exists() or Path(name).is_absolute() else f"`{name}`"
+
+
 def _sampling(values: Mapping[str, Any]) -> str:
     parts = [f"temperature {values['temperature']:g}"]
     parts += [f"top_k {values['top_k']}"] if values.get("top_k") else []
@@ -211,7 +218,7 @@ def _measured_lines(evidence: Evidence, recipe: Recipe) -> Iterator[str]:
         f"{found['num_proposed']:.0f} proposals, {found['num_accepted']:.0f} accepted; accepted proposals are counted before "
         f"a stop rule cuts the text, as vLLM counts."
     )
-    yield f"Measured with `{last_part(recipe.target.name)}` as the target, {mode(recipe)}; first answer of each chat."
+    yield f"Measured with {measured_target(recipe.target.name)} as the target, {mode(recipe)}; first answer of each chat."
     bar = recipe.eval.bar
     yield (
         f"The release demanded an acceptance length of {bar:g}." if bar else "No minimum was demanded for the release."
@@ -275,12 +282,12 @@ def _limit_lines(evidence: Evidence, recipe: Recipe, draft: Draft, target: Targe
     name = recipe.target.name
     if name.endswith(".gguf"):
         yield (
-            f"The target that answered, was captured and verified here is `{last_part(name)}`, a quantised copy. That is "
+            f"The target that answered, was captured and verified here is {measured_target(name)}, a quantised copy. That is "
             f"another model than {evidence.target}: with {evidence.target} itself nothing was measured."
         )
     elif name != evidence.target:
         yield (
-            f"The target here was `{last_part(name)}`, published as {evidence.target}; if the two differ, acceptance does, "
+            f"The target here was {measured_target(name)}, published as {evidence.target}; if the two differ, acceptance does, "
             f"too. Its config has sha256 {target.config_sha256[:16]}."
         )
     if recipe.not_run:

@@ -35,6 +35,7 @@ from draftsmith.eval.card import (
     ReleaseConfig,
     is_generated,
     last_part,
+    measured_target,
     model_card,
     seal,
 )
@@ -271,7 +272,7 @@ def provenance(
             "recipe": recipe.name,
             "target": {
                 "name": evidence.target,
-                "measured_with": recipe.target.name,
+                "measured_with": measured_target(recipe.target.name).strip("`"),
                 "revision": target.revision,
                 "config_sha256": target.config_sha256,
                 "tokenizer_sha256": target.tokenizer_sha256,

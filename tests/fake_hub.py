@@ -1,7 +1,7 @@
 """A Hub in one process: as much of its HTTP protocol as huggingface_hub needs to make a repository and commit files.
 
     GET  /api/whoami-v2                                   who the token is
-    GET  /api/models/REPO[/revision/NAME]                      404 with X-Error-Code where it does not exist
+    GET  /api/models/REPO[/revision/NAME]                 404 with X-Error-Code where it does not exist
     POST /api/repos/create                                409 where it exists
     POST /api/models/REPO/branch/NAME
     POST /api/validate-yaml                               front matter of the card
@@ -10,7 +10,8 @@
     POST /api/models/REPO/commit/REVISION[?create_pr=1]   all files at once, or nothing
 
 `faults` breaks requests: {part of "METHOD path": [what happens next, ...]}; an int is a status, "drop" closes the
-connection without an answer, "late" does what was asked and then closes it. What was asked is in `asked`, committed files in `repos[REPO][branch][path]`.
+connection without an answer, "late" does what was asked and then closes it. What was asked is in `asked`, committed
+files in `repos[REPO][branch][path]`.
 """
 
 from __future__ import annotations
