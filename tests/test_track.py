@@ -68,13 +68,18 @@ def test_the_log_line_has_a_fixed_order_and_units():
         "train/accuracy": 0.25,
         "train/supervised_tokens": 1234.0,
         "train/loss": 2.5,
+        "train/loss_0": 1.5,
+        "train/loss_1": 1.0,
+        "train/match_0": 0.412,
+        "train/match_1": None,
+        "train/match_2": 0.1,
         "train/nothing_counted": None,
         "train/grad_norm": 0.5,
         "time/tok_s": 12345.6,
         "time/data_ms": 3.0,
     }
     assert line(7, 300, values) == (
-        "step   7/300  loss 2.5000  accuracy 0.2500  supervised_tokens 1234  lr 1.00e-03  grad_norm 0.5000  "
+        "step   7/300  loss 2.5000  (1.50/1.00)  accuracy 0.2500  match 0.41/-/0.10  lr 1.00e-03  grad_norm 0.5000  "
         "12,346 tok/s  812 ms"
     )
 

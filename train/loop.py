@@ -39,6 +39,7 @@ from draftsmith.models.draft import Batch, Draft, Term
 from draftsmith.train import checkpoint as folder
 from draftsmith.train.checkpoint import Best, Checkpoint
 from draftsmith.train.optim import OptimConfig, Optimizers, build, lr_factor
+from draftsmith.train.preflight import visible_devices_conflict
 from draftsmith.train.track import MetricsFile, Tracker, View, choose, line, start_tracker
 
 COLLECTIVE_TIMEOUT = timedelta(hours=1)  # the other ranks wait this long while rank 0 evaluates
@@ -441,7 +442,10 @@ def _leave_group() -> None:
 
 
 def check_launch() -> None:
-    """Refuse launch configurations that ask for another strategy than DDP."""
+    """Refuse launch configurations that ask for another strategy than DDP, or hide GPUs in two ways at once."""
+    conflict = visible_devices_conflict(os.environ, hip=torch.version.hip is not None)
+    if conflict is not None:
+        raise ValueError(conflict)
     for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"):
         if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() in ("1", "true"):
             raise ValueError(

@@ -9,6 +9,7 @@ import importlib.util
 import json
 import netrc
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -108,22 +109,42 @@ def _installed(package: str) -> bool:
 
 
 # -- the terminal --------------------------------------------------------------------------------------------------
-FIRST, LAST = ("train/loss",), ("train/lr", "train/muon_lr", "train/grad_norm", "time/tok_s", "time/step_ms")
-COUNTS = ("train/supervised_tokens", "train/idle_batches")
-UNITS = {"time/tok_s": "{:,.0f} tok/s", "time/step_ms": "{:,.0f} ms"}
+FIRST, LAST = "train/loss", ("train/lr", "train/muon_lr", "train/grad_norm", "time/tok_s", "time/step_ms")
+LEFT_OUT = ("train/supervised_tokens",)  # in metrics.jsonl only
+FORMATS = {"time/tok_s": "{:,.0f} tok/s", "time/step_ms": "{:,.0f} ms", "train/idle_batches": "{:.0f}"}
 
 
 def line(step: int, steps: int, values: Mapping[str, float | None]) -> str:
-    """One log line in fixed order: step, loss, the family's metrics in its order, rates, gradient norm, speed."""
-    middle = [key for key in values if key.startswith("train/") and key not in FIRST + LAST]
-    parts = [f"step {step:>{len(str(steps))}}/{steps}"]
-    for key in [*FIRST, *middle, *LAST]:
-        value = values.get(key)
-        if value is not None:
-            plain = "{:.0f}" if key in COUNTS else "{:.2e}" if key.endswith("lr") else "{:.4f}"
-            number = UNITS.get(key, plain).format(value)
-            parts.append(number if key in UNITS else f"{key.removeprefix('train/')} {number}")
-    return "  ".join(parts)
+    """One log line in fixed order: step, loss, the family's metrics in its order, rates, gradient norm, speed.
+
+    Metrics of one name and several slots, match_0, match_1, ..., share one place: match 0.41/0.22; those of the loss
+    stand behind it in brackets.
+    """
+    start = [f"step {step:>{len(str(steps))}}/{steps}", *_shown(FIRST, values.get(FIRST))]
+    parts: list[str] = []
+    slots: dict[str, list[str]] = {}
+    for key, value in values.items():
+        if not key.startswith("train/") or key in (FIRST, *LAST, *LEFT_OUT):
+            continue
+        match = re.fullmatch(r"train/(.+)_(\d+)", key)
+        if match:
+            slots.setdefault(match[1], []).append("-" if value is None else f"{value:.2f}")
+        else:
+            parts += _shown(key, value)
+    if "loss" in slots:
+        start.append(f"({'/'.join(slots.pop('loss'))})")
+    parts += [f"{name} {'/'.join(each)}" for name, each in slots.items()]
+    for key in LAST:
+        parts += _shown(key, values.get(key))
+    return "  ".join(start + parts)
+
+
+def _shown(key: str, value: float | None) -> list[str]:
+    """A number with its name before it, or its unit behind it; nothing for None."""
+    if value is None:
+        return []
+    text = FORMATS.get(key, "{:.2e}" if key.endswith("lr") else "{:.4f}").format(value)
+    return [text if key.startswith("time/") else f"{key.removeprefix('train/')} {text}"]
 
 
 class _Rate(ProgressColumn):
