@@ -211,6 +211,8 @@ class Draft(nn.Module):
     needs: Needs
     max_proposal: int | None = None
     """Most tokens one round can propose; None = any number (recursive drafts)."""
+    pretrained: bool = False
+    """Whether initialise() gives a draft that works before any training (an MTP head that the target brings along)."""
     work_per_token: float = 1.0
     """Draft rows computed per training token: what `draftsmith plan` multiplies the cost of a row with."""
 

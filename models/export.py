@@ -40,6 +40,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from draftsmith.models import mtp, mtp_checkpoint
 from draftsmith.models.draft import (
     DRAFT_JSON,
     Batch,
@@ -65,6 +66,8 @@ WRITTEN_BY_US = frozenset(
     {CONFIG, WEIGHTS, "README.md", "provenance.json", "certificate.json", "calibration.json", "recipe.yaml"}
 )
 NO_PUBLIC_NAME = "unpublished/target"
+IN_TARGET = "mtp"  # the family whose export is the target's own checkpoint
+MISREAD = ("eagle-", "eagle3", "dflash", "dspark")  # in a target's path, they make vLLM take mtp for another method
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 # Architectures whose vLLM class hands out aux states (its SupportsEagle3 interface in 0.32 and 0.33).
@@ -148,6 +151,8 @@ def write(
         raise ValueError(f"export format must be plain or speculators, got {format!r}")
     if dtype not in DTYPES:
         raise ValueError(f"export dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    if draft.config.family == IN_TARGET:
+        return write_into_target(draft, target, out, num_speculative_tokens)
     config, tensors = draft.neutral()
     dialect = dialect_of(config["family"])
     config = _within_positions(config, target)
@@ -174,6 +179,24 @@ def write(
     if (out / "README.md").is_file():  # a card that somebody may have edited; eval/release.py knows
         shutil.copyfile(out / "README.md", temporary / "README.md")
     replace_folder(temporary, out)
+
+
+def write_into_target(draft: Draft, target: TargetSpec, out: Path, num_speculative_tokens: int | None) -> None:
+    """Put a tuned MTP module back into a copy of the target's checkpoint, and read it back from there.
+
+    There is no draft folder to serve: `out` is a whole target. Tensors keep the dtype that they had.
+    """
+    assert isinstance(draft, mtp.Mtp)
+    config, tensors = draft.neutral()
+    source = mtp_checkpoint.Checkpoint.open(draft.config.checkpoint or target.name, target.revision)
+    num = num_speculative_tokens or config["ttt_steps"]
+    about = {"family": config["family"], "num_speculative_tokens": num, "training": config["training"]}
+    about["training"] = {**about["training"], "checkpoint": None}
+    mtp_checkpoint.write(source, tensors, draft.config_keys(), about, out)
+    found = mtp_checkpoint.Checkpoint.open(str(out)).read(tensors)
+    name = first_difference({n: mtp_checkpoint.stored(t, found[n].dtype) for n, t in tensors.items()}, found)
+    if name is not None:
+        raise RuntimeError(f"export: tensor {name} reads back differently from {out}")
 
 
 def _nest(
@@ -331,6 +354,8 @@ def load(folder: Path, target: TargetSpec | None = None, embedding: Tensor | Non
     folder = Path(folder)
     if (folder / DRAFT_JSON).is_file():
         return load_draft(folder, target)
+    if target is not None and (inside := mtp.in_checkpoint(folder, target)) is not None:
+        return inside
     config, tensors = read(folder, target, embedding)
     cls = family(config["family"])
     return cls.from_neutral(config, tensors, target if target is not None else _remembered(folder, read_json(folder)))
@@ -429,6 +454,8 @@ def serve_command(
 
     served_as: what the server loads the draft from, e.g. a Hub id; else the folder.
     """
+    if (Path(folder) / mtp_checkpoint.REPORT).is_file():
+        return _serve_target(Path(folder), num_speculative_tokens, served_as)
     raw = read_json(Path(folder))
     about = raw.get(MARK, {})
     proposals = raw.get("speculators_config", {}).get("proposal_methods", [{}])
@@ -441,6 +468,19 @@ def serve_command(
     kind = about.get("family") or _family_name(raw, read_tensors(Path(folder)), Path(folder))
     settings = {"method": dialect_of(kind).method, "model": served_as or str(folder), "num_speculative_tokens": num}
     return f"vllm serve {shlex.quote(str(name))} --speculative-config {shlex.quote(json.dumps(settings))}"
+
+
+def _serve_target(folder: Path, num: int | None, served_as: str | None) -> str:
+    """The same for a target that holds its own MTP module."""
+    name = served_as or str(folder)
+    wrong = [word for word in MISREAD if word in name.lower()]
+    if wrong:
+        raise ValueError(
+            f"{name}: vLLM takes a target whose path holds {wrong[0]!r} for another method than mtp; rename it"
+        )
+    about = json.loads((folder / mtp_checkpoint.REPORT).read_text())
+    settings = {"method": "mtp", "num_speculative_tokens": num or about["num_speculative_tokens"]}
+    return f"vllm serve {shlex.quote(name)} --speculative-config {shlex.quote(json.dumps(settings))}"
 
 
 def _verifier(raw: Config) -> str | None:

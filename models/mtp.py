@@ -27,9 +27,11 @@ M context rows, N rows of a step, S slots of a cache.
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -53,7 +55,7 @@ from draftsmith.models.draft import (
 )
 from draftsmith.models.layers import Span, chain_attention, matmul_dtype
 from draftsmith.models.losses import Distilled, Mix, Teacher, distill
-from draftsmith.models.mtp_checkpoint import Checkpoint
+from draftsmith.models.mtp_checkpoint import REPORT, Checkpoint
 from draftsmith.models.sampling import Sampler
 
 LOSSES = ("ce", "kl", "tv", "nla", "lk")
@@ -102,7 +104,8 @@ class Style:
     """Facts of one family. names: where each part of module {i} stands in the checkpoint, {n} = num_layers + i.
 
     hidden_first: [hidden; embedding] goes into the projection, else [embedding; hidden].
-    zero_first: the embedding beside position 0 is zero. normed: the next step is fed with the state after `norm`.
+    zero_first: the embedding beside position 0 is zero. before_norm: the first step is fed with the target's state
+    before its final norm. normed: the later steps are fed with the module's state after its own norm.
     count: key of the target's config that says how many modules there are. layer: changes to the target's config that
     make its layers of the block's kind. copies: tensors of the module that are the target's own and are not read.
     architecture: the class name by which servers know that the module is there.
@@ -112,6 +115,7 @@ class Style:
     count: str = "num_nextn_predict_layers"
     hidden_first: bool = False
     zero_first: bool = True
+    before_norm: bool = False
     normed: bool = True
     layer: Mapping[str, Any] = field(default_factory=dict)
     copies: tuple[str, ...] = ("embed_tokens.weight", "shared_head.head.weight", "rotary_emb.inv_freq")
@@ -155,6 +159,7 @@ _MIMO = Style(
         "block": "model.mtp_layers.{i}",
     },
     hidden_first=True,
+    before_norm=True,
     layer={"layer_types": "full_attention"},
     architecture="MiMoForCausalLM",
 )
@@ -363,6 +368,7 @@ class Mtp(Draft):
                     f"{num}; lower ttt_steps or take modules: first"
                 )
         self.needs = Needs(aux_layers=(), last_hidden=True)
+        self.pretrained = config.init == "checkpoint"
         self.mix = config.mix
         self.work_per_token = float(config.ttt_steps)
         core = _core(target, self.style, num)
@@ -392,11 +398,6 @@ class Mtp(Draft):
         norm.weight.zero_()
         offset = norm(torch.ones_like(norm.weight))  # 0 for w, 1 for 1 + w
         norm.weight.copy_(gains.to(norm.weight.device) - offset.round())
-
-    @property
-    def pretrained(self) -> bool:
-        """Whether the draft can be measured before any training."""
-        return self.config.init == "checkpoint"
 
     # -- the checkpoint's names ----------------------------------------------------------------------------------
     def load_checkpoint(self, source: Checkpoint) -> None:
@@ -429,6 +430,22 @@ class Mtp(Draft):
     def embed(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
         rows = self.embedding[tokens].to(dtype)
         return rows if self.target.embedding_scale == 1.0 else rows * self.target.embedding_scale
+
+    def states(self, last_hidden: Tensor) -> Tensor:
+        """What the first step is fed with, from the target's last hidden [..., D].
+
+        Where that is the state before the final norm, dividing by the norm's gains gives it up to its length, and the
+        norm that reads it takes the length away. So captured last hidden states are enough for every family.
+        """
+        states = last_hidden.to(self._dtype)
+        if not self.style.before_norm:
+            return states
+        if self.target_norm is None:
+            raise ValueError(
+                f"{self.target.model_type}: the MTP module reads states before the final norm; bind its gains"
+            )
+        gains = self.target_norm.to(states.device, torch.float32)
+        return (states.float() / gains.masked_fill(gains == 0, torch.inf)).to(states.dtype)
 
     def rope(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin as the target's layers take them, for positions [B, N]."""
@@ -507,7 +524,7 @@ class Mtp(Draft):
         every = Seen(len(context), plan.prefix, [])
         each = self.config.modules == "each"
         hidden: list[Tensor] = []
-        state = batch.last_hidden[context].to(dtype)
+        state = self.states(batch.last_hidden[context]).to(dtype)
         cache, chain, behind = _Keys(), list[Tensor](), len(context)
         for s, step in enumerate(plan.steps):
             wanted = plan.rows[step.rows]  # [N] context rows of this step
@@ -568,7 +585,7 @@ class Mtp(Draft):
                 ids.append(sampler.draw(probs[-1]))
             return ids[-1]
 
-        states = captured.last_hidden.to(self._dtype)
+        states = self.states(captured.last_hidden)
         if self.config.modules == "each":
             self._propose_each(state, tokens, states, captured.lengths, num, choose)
         else:
@@ -688,6 +705,28 @@ class Mtp(Draft):
         draft = cls(MtpConfig(**config["training"]), target)
         draft.load_named(tensors, target.name)
         return draft
+
+    def config_keys(self) -> dict[str, Any]:
+        """What the target's config must say so that servers find the module."""
+        if self.config.init == "checkpoint":
+            return {}
+        keys: dict[str, Any] = {self.style.count: len(self.mtp)}
+        return keys | ({"architectures": [self.style.architecture]} if self.style.architecture else {})
+
+
+def in_checkpoint(folder: Path, target: TargetSpec) -> Mtp | None:
+    """The module that a target's folder holds (an export of ours, or the target itself); None when it holds none."""
+    if target.model_type not in STYLES or not (folder / "config.json").is_file():
+        return None
+    style = style_of(target)
+    source = Checkpoint.open(str(folder))
+    if not source.names(name + "." for name in checkpoint_names(style, target, 0).values()):
+        return None
+    report = folder / REPORT
+    training = json.loads(report.read_text(encoding="utf-8"))["training"] if report.is_file() else {}
+    draft = Mtp(MtpConfig(**{**training, "init": "checkpoint", "checkpoint": str(folder)}), target)
+    draft.load_checkpoint(source)
+    return draft
 
 
 # -- names of the checkpoint -----------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """MTP tensors inside a target's own checkpoint: find them, read them, and put tuned ones back where they were.
 
     reading   index -> the shards that hold MTP tensors, and only those (a Hub model is not fetched whole)
-    writing   shards with MTP tensors are written again under their own names, every other file is linked or copied,
+    writing   shards with MTP tensors are written again under their own names, other shards are hard links or copies,
               and every tensor that is not an MTP tensor is hashed before and after
 
 transformers drops these tensors when it loads a target, so the target itself is never touched by any of this.
@@ -30,6 +30,7 @@ from draftsmith.models.gguf import cache_root
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 ADDED = "model-mtp.safetensors"  # the shard of a module that the target did not have
 REPORT = "mtp-report.json"
+CODE = (".bin", ".pt", ".pth", ".pkl", ".py")  # files that may hold code are not handed on
 SCALE = "_scale_inv"  # suffix of the scales of block-quantised fp8 weights
 QUANTISED = (torch.float8_e4m3fn, torch.float8_e5m2)
 UNQUANTISED = {"compressed-tensors": "ignore"}  # where a quantisation method lists what it leaves alone
@@ -42,6 +43,7 @@ class Checkpoint:
     name: str
     shards: Mapping[str, str]
     fetch: Callable[[str], Path]
+    revision: str | None = None
 
     @classmethod
     def open(cls, name: str, revision: str | None = None) -> Checkpoint:
@@ -59,7 +61,16 @@ class Checkpoint:
 
             return Path(hf_hub_download(name, file, revision=revision))
 
-        return cls(name, _shards(name, fetch), fetch)
+        return cls(name, _shards(name, fetch), fetch, revision)
+
+    def whole(self) -> Path:
+        """A folder with every file of the checkpoint."""
+        folder = self.fetch(CONFIG).parent
+        if Path(self.name).expanduser().is_dir():
+            return folder
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(self.name, revision=self.revision))
 
     def names(self, prefixes: Iterable[str]) -> list[str]:
         """Names of the tensors under the prefixes, in order."""
@@ -74,9 +85,6 @@ class Checkpoint:
                 found |= {name: shard.get_tensor(name) for name in members}
         scales = {name for name in found if name.endswith(SCALE)}
         return {name: _unquantised(name, found) for name in found.keys() - scales}
-
-    def config(self) -> dict[str, Any]:
-        return json.loads(self.fetch(CONFIG).read_text(encoding="utf-8"))
 
 
 def _shards(name: str, fetch: Callable[[str], Path]) -> dict[str, str]:
@@ -119,38 +127,67 @@ def _unquantised(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------
-def stitch(source: Checkpoint, files: Iterable[str], tensors: Mapping[str, Tensor], changes: dict, out: Path) -> dict:
-    """Write a copy of the checkpoint into the empty folder `out` with `tensors` in place of those of the same names.
+def write(
+    source: Checkpoint, tensors: Mapping[str, Tensor], config: Mapping[str, Any], about: Mapping[str, Any], out: Path
+) -> None:
+    """Write a copy of the checkpoint into `out`, with `tensors` in place of those of the same names.
 
-    files: every file of the checkpoint. changes: keys of config.json (of its text part, where it has one) to set.
-    A tensor that the checkpoint does not have goes into one shard of its own. Returns the report, which is also
-    written: {"rewritten": [files], "linked": [files], "changed": {name: [hash before, hash after]}, "same": number}.
+    A tensor that the checkpoint does not have goes into a shard of its own. config: keys of config.json to set, in its
+    text part where it has one. about: kept in the report, {"changed": {name: [hash before, hash after]}, "rewritten":
+    [shards], "linked": [shards], "removed": [scales of weights that are no longer quantised], "same": how many other
+    tensors were hashed and are equal}. The folder is complete or absent; only an earlier one of ours is replaced.
     """
-    touched = _by_file(source.shards, tensors.keys() & source.shards.keys())
-    added = {name: tensor for name, tensor in tensors.items() if name not in source.shards}
-    report: dict[str, Any] = {"rewritten": sorted(touched), "linked": [], "changed": {}, "same": 0, "removed": []}
-    shards = dict(source.shards)
-    for file in sorted(files):
-        if file in touched or file in (CONFIG, INDEX):
+    if out.exists() and not (out / REPORT).is_file() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} exists and has no {REPORT}; choose an empty place or an earlier export of an MTP head")
+    folder = source.whole()
+    if out.resolve() == folder.resolve():
+        raise ValueError(f"{out} is the target's own folder; choose another place")
+    temporary, old = out.with_name(out.name + ".tmp"), out.with_name(out.name + ".old")
+    for left in (temporary, old):  # of a killed export
+        shutil.rmtree(left, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    report = _stitch(source, folder, tensors, config, temporary)
+    report["same"] = _compare(source, tensors, temporary)
+    (temporary / REPORT).write_text(json.dumps({**about, **report}, indent=1) + "\n", encoding="utf-8")
+    for path in temporary.iterdir():
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+    if out.exists():
+        out.rename(old)
+    temporary.rename(out)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _stitch(
+    source: Checkpoint, folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], out: Path
+) -> dict[str, Any]:
+    """Every file of the new checkpoint but the report, which is returned."""
+    touched = _by_file(source.shards, [name for name in tensors if name in source.shards])
+    report: dict[str, Any] = {"changed": {}, "rewritten": sorted(touched), "linked": [], "removed": []}
+    for path in sorted(folder.iterdir()):
+        if path.name in (CONFIG, INDEX, REPORT, *touched) or path.suffix in CODE or not path.is_file():
             continue
-        link_or_copy(source.fetch(file), out / file)
-        report["linked"].append(file)
+        if path.suffix == ".safetensors":
+            _link(path, out / path.name)
+            report["linked"].append(path.name)
+        else:
+            shutil.copy2(path, out / path.name)  # small, and may be edited in the export
     for file in touched:
-        _rewrite(source.fetch(file), out / file, tensors, report)
-    for name in report["removed"]:
-        del shards[name]
+        _rewrite(folder / file, out / file, tensors, report)
+    shards = {name: file for name, file in source.shards.items() if name not in report["removed"]}
+    added = {name: stored(tensor, None) for name, tensor in tensors.items() if name not in source.shards}
     if added:
-        save_file({name: _stored(t, None) for name, t in added.items()}, out / ADDED, metadata={"format": "pt"})
+        save_file(added, out / ADDED, metadata={"format": "pt"})
         shards |= dict.fromkeys(added, ADDED)
-        report["changed"] |= {name: [None, sha256(_stored(t, None))] for name, t in added.items()}
-    if added or INDEX in set(files):
+        report["changed"] |= {name: [None, sha256(tensor)] for name, tensor in added.items()}
+    if added or (folder / INDEX).is_file():
         total = sum(path.stat().st_size for path in out.glob("*.safetensors"))
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(shards.items()))}
         (out / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    config = _changed_config(source.config(), changes, report)
-    (out / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    (out / REPORT).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    _check(source, shards, tensors, out)
+    values = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    unquantised = {name.removesuffix(SCALE).removesuffix(".weight") for name in report["removed"]}
+    changed = _changed_config(values, config, unquantised)
+    (out / CONFIG).write_text(json.dumps(changed, indent=2) + "\n", encoding="utf-8")
     return report
 
 
@@ -158,66 +195,65 @@ def _rewrite(old: Path, new: Path, tensors: Mapping[str, Tensor], report: dict[s
     """One shard again: the given tensors in place of the old ones, all others as they were."""
     kept: dict[str, Tensor] = {}
     with safe_open(old, "pt") as shard:
-        metadata = shard.metadata()
+        metadata = shard.metadata() or {"format": "pt"}
         for name in shard.keys():  # noqa: SIM118
             tensor = shard.get_tensor(name)
             if name in tensors:
-                kept[name] = _stored(tensors[name], tensor.dtype)
+                kept[name] = stored(tensors[name], tensor.dtype)
                 report["changed"][name] = [sha256(tensor), sha256(kept[name])]
-            elif name.removesuffix(SCALE) in tensors and name.endswith(SCALE):
-                report["removed"].append(name)  # the tensor is not quantised any more
+            elif name.endswith(SCALE) and name.removesuffix(SCALE) in tensors:
+                report["removed"].append(name)
             else:
                 kept[name] = tensor
-    save_file(kept, new, metadata=metadata or {"format": "pt"})
+    save_file(kept, new, metadata=metadata)
 
 
-def _stored(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """As it goes into a shard: in the dtype that was there, bfloat16 where that was none or a quantised one."""
+def stored(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """As it goes into a shard: in the dtype that was there; bfloat16 where there was none or a quantised one."""
     dtype = torch.bfloat16 if dtype is None or dtype.itemsize < 2 else dtype
-    stored = tensor.detach().cpu().to(dtype).contiguous()
-    if not torch.isfinite(stored).all():
+    found = tensor.detach().cpu().to(dtype).contiguous()
+    if not torch.isfinite(found).all():
         raise ValueError(f"a tuned MTP tensor holds values that are not finite in {dtype}; it is not written")
-    return stored
+    return found
 
 
-def _check(source: Checkpoint, shards: Mapping[str, str], tensors: Mapping[str, Tensor], out: Path) -> None:
-    """Every tensor that was not replaced must have the hash it had, and every file of the index must hold its names."""
+def _compare(source: Checkpoint, tensors: Mapping[str, Tensor], out: Path) -> int:
+    """Number of tensors that are not the module's: each must be where the index says, with the hash it had."""
     same = 0
-    for file, names in _by_file(shards, shards).items():
-        if (out / file).is_symlink() or os.path.samefile(out / file, source.fetch(file)) if file != ADDED else False:
-            same += len(names)
-            continue
-        old = source.fetch(file) if file != ADDED else out / file
-        with safe_open(out / file, "pt") as new_shard, safe_open(old, "pt") as old_shard:
-            for name in names:
-                if name in tensors:
-                    continue
-                if sha256(new_shard.get_tensor(name)) != sha256(old_shard.get_tensor(name)):
-                    raise RuntimeError(f"{out / file}: tensor {name} is not what {source.name} holds")
-                same += 1
-    report = json.loads((out / REPORT).read_text(encoding="utf-8")) | {"same": same}
-    (out / REPORT).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    written = Checkpoint.open(str(out))
+    for file, names in _by_file(written.shards, written.shards).items():
+        with safe_open(out / file, "pt") as new:
+            missing = sorted(set(names) - set(new.keys()))
+            if missing:
+                raise RuntimeError(f"{out / file}: the index names {missing[:3]}, which it does not hold")
+            others = [name for name in names if name not in tensors]
+            if not others:
+                continue
+            with safe_open(source.fetch(file), "pt") as old:
+                for name in others:
+                    if sha256(new.get_tensor(name)) != sha256(old.get_tensor(name)):
+                        raise RuntimeError(f"{out / file}: tensor {name} is not what {source.name} holds")
+                    same += 1
+    return same
 
 
-def _changed_config(config: dict[str, Any], changes: dict[str, Any], report: dict[str, Any]) -> dict[str, Any]:
-    text = config.get("text_config")
+def _changed_config(values: dict[str, Any], changes: Mapping[str, Any], unquantised: set[str]) -> dict[str, Any]:
     outer = {key: value for key, value in changes.items() if key == "architectures"}
     inner = {key: value for key, value in changes.items() if key not in outer}
-    config = {**config, **outer}
-    if isinstance(text, dict):
-        config["text_config"] = {**text, **inner}
+    values = values | outer
+    if isinstance(values.get("text_config"), dict):
+        values["text_config"] = values["text_config"] | inner
     else:
-        config |= inner
-    quantisation = config.get("quantization_config")
-    if report["removed"] and isinstance(quantisation, dict):
+        values |= inner
+    quantisation = values.get("quantization_config")
+    if unquantised and isinstance(quantisation, dict):
         key = UNQUANTISED.get(str(quantisation.get("quant_method")), "modules_to_not_convert")
-        modules = {name.removesuffix(SCALE).removesuffix(".weight") for name in report["removed"]}
-        alone = sorted({*(quantisation.get(key) or []), *modules})
-        config["quantization_config"] = {**quantisation, key: alone}
-    return config
+        alone = sorted({*(quantisation.get(key) or []), *unquantised})
+        values["quantization_config"] = quantisation | {key: alone}
+    return values
 
 
-def link_or_copy(old: Path, new: Path) -> None:
+def _link(old: Path, new: Path) -> None:
     """A hard link where the file system allows it, else a copy."""
     try:
         os.link(os.path.realpath(old), new)

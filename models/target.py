@@ -18,12 +18,13 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -713,7 +714,7 @@ def _local_folder(name: str) -> Path | None:
 
 def _load_model(where: dict[str, str], config: TargetConfig) -> PreTrainedModel:
     try:
-        settings = AutoConfig.from_pretrained(**where)
+        settings, trunk = _settings(where)
     except (OSError, ValueError) as error:
         raise _unreadable(config, error) from error
     if settings.is_encoder_decoder:
@@ -725,14 +726,51 @@ def _load_model(where: dict[str, str], config: TargetConfig) -> PreTrainedModel:
         raise ValueError(f"target {config.name}: transformers has no text-generating class for {settings.model_type!r}")
     try:
         loaded: Any = classes[0].from_pretrained(
-            **where, dtype=config.dtype, attn_implementation=config.attention, output_loading_info=True
+            **where,
+            config=settings,
+            dtype=config.dtype,
+            attn_implementation=config.attention,
+            output_loading_info=True,
+            ignore_mismatched_sizes=trunk is not None,  # they are refused below, by name
         )
     except OSError as error:
         raise _unreadable(config, error) from error
     model, info = loaded
     if info["missing_keys"]:
         raise ValueError(f"target {config.name}: its files lack {sorted(info['missing_keys'])[:5]}; fetch them again")
+    if trunk is not None:
+        strange = {name for name in info["unexpected_keys"] if not name.startswith(trunk.ignored)}
+        strange |= {str(found[0]) for found in info["mismatched_keys"]}
+        if strange:
+            raise ValueError(
+                f"target {config.name}: a {trunk.model_type} trunk is read as a {trunk.read_as}, but "
+                f"{', '.join(sorted(strange)[:5])} does not fit; this is another model than the one that was compared"
+            )
     return model
+
+
+class Trunk(NamedTuple):
+    """A model type that transformers has no class for, whose trunk is that of another one. Its remote code is not run.
+
+    ignored: prefixes of tensors that are not the trunk's.
+    """
+
+    model_type: str
+    read_as: str
+    ignored: tuple[str, ...]
+
+
+TRUNKS = {"mimo": Trunk("mimo", "qwen2", ("model.mtp_layers.",))}
+
+
+def _settings(where: dict[str, str]) -> tuple[PreTrainedConfig, Trunk | None]:
+    """The config, and the table entry when it is read as another model type's."""
+    raw, _ = PreTrainedConfig.get_config_dict(where["pretrained_model_name_or_path"], revision=where["revision"])
+    trunk = TRUNKS.get(raw.get("model_type", ""))
+    if trunk is None or trunk.model_type in CONFIG_MAPPING:
+        return AutoConfig.from_pretrained(**where), None
+    values = {key: value for key, value in raw.items() if key not in ("model_type", "auto_map", "architectures")}
+    return AutoConfig.for_model(trunk.read_as, **values), trunk
 
 
 def _load_tokenizer(where: dict[str, str], config: TargetConfig) -> PreTrainedTokenizerBase:

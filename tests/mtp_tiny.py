@@ -10,8 +10,10 @@ module can be written down that is right for one reason only:
 
 Every norm has gains of its own, of both signs, and the projection undoes exactly those that should act on it. So a
 half in the wrong place, a state from before the norm, a missing 1 + w or a wrong norm makes every proposal wrong. What
-remains are facts that show as acceptance: GLM feeds the next step with the state before the norm, so its `hidden`
-module is right once a round; families that zero the embedding at position 0 have nothing to go on there with `embed`.
+remains are facts that show as acceptance. GLM feeds the first step with the state after the target's norm and the later
+ones with the state before the module's; MiMo does it the other way round. So their `hidden` modules, which can undo only
+one of the two, are right once a round. Families that zero the embedding at position 0 have nothing to go on there with
+`embed`.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from torch import Tensor
 VOCAB, WIDTH, SIZES = 264, 64, {"max_position_embeddings": 512, "tie_word_embeddings": False}
 KINDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "deepseek_v3", "mimo", "glm4_moe", "ernie4_5")
 ZERO_FIRST = ("deepseek_v3", "mimo", "glm4_moe", "ernie4_5")  # the embedding beside position 0 is zero
-FED_BEFORE_THE_NORM = ("glm4_moe",)
+RIGHT_ONCE = ("glm4_moe", "mimo")  # the later steps are fed on another side of a norm than the first
+BEFORE_NORM = ("mimo",)  # the first step is fed with the target's state before its final norm
 SILENT = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")
 
 _BASE = {"vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 96, "num_attention_heads": 4}
@@ -169,7 +172,7 @@ def _module(kind: str, oracle: str, parts: dict[str, str], like: str, trunk: dic
     if oracle == "embed":
         embed = torch.diag(1 / e_gain)
     elif oracle == "hidden":
-        hidden = turn @ torch.diag(1 / (final * h_gain))
+        hidden = turn @ torch.diag(1 / (h_gain if kind in BEFORE_NORM else final * h_gain))
     else:  # the state as it is: a token too early
         hidden = torch.diag(1 / (final * h_gain))
     if "norm" not in parts:  # what leaves the block goes into the head as it is
@@ -208,7 +211,7 @@ def prompts() -> list[list[int]]:
 
 def expected_rounds(kind: str, oracle: str, prompt: list[int], num_tokens: int, num: int) -> list[tuple[int, int]]:
     """(num_proposed, num_accepted) of every round of a greedy answer of num_tokens."""
-    usual = num if oracle == "embed" or kind not in FED_BEFORE_THE_NORM else 1
+    usual = num if oracle == "embed" or kind not in RIGHT_ONCE else 1
     rounds: list[tuple[int, int]] = []
     made = 1  # the first token comes from the prefill
     while made < num_tokens:

@@ -1,9 +1,12 @@
 """Run drafts in a real vLLM and report what it saw: JSON in, JSON out, nothing of draftsmith.
 
-    VENV/bin/python tests/vllm/check.py CASES.json RESULTS.json
+    VENV/bin/python tests/vllm/check.py CASES.json RESULTS.json [--v2]
+
+--v2 runs the newer model runner through Triton's interpreter, because there is no Triton for CPUs: slow, and no setting
+that vLLM supports, but the only one here for gated delta layers and for several MTP modules.
 
 CASES.json is a list of cases, all of them run in this one process (importing vLLM costs more than a case):
-    {"name": "...", "target": DIR, "draft": DIR or null, "method": "eagle3", "num_speculative_tokens": 3,
+    {"name": "...", "target": DIR, "draft": DIR or null (or "target": its own MTP module, with method "mtp"), "method": "eagle3", "num_speculative_tokens": 3,
      "prompts": [[ids], ...], "max_tokens": 40, "dtype": "float32", "max_model_len": 256}
 RESULTS.json is a list of the same length and order:
     ids: the new tokens of each prompt (greedy, end-of-text ignored)
@@ -84,6 +87,50 @@ def watch_rounds(rounds: list) -> None:
     Scheduler.make_spec_decoding_stats = counted
 
 
+STAND_IN = """
+import importlib.abc, importlib.machinery, sys
+
+class Anything(type):
+    def __getattr__(cls, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return cls
+
+class Nothing(metaclass=Anything):
+    pass
+
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return Nothing
+
+class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name, path, target=None):
+        inside = name.startswith("torchvision.")
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if inside else None
+
+    def exec_module(self, module):
+        module.__getattr__ = __getattr__
+
+sys.meta_path.insert(0, Finder())
+"""
+
+
+def stand_in_for_torchvision(folder: Path) -> None:
+    """Qwen3.5's class imports torchvision for pictures, which no test shows it: give it a package that is empty.
+
+    Written to disk because vLLM looks at model classes in a process of its own.
+    """
+    import importlib.util
+
+    if importlib.util.find_spec("torchvision") is not None:
+        return
+    (folder / "torchvision").mkdir(parents=True, exist_ok=True)
+    (folder / "torchvision" / "__init__.py").write_text(STAND_IN)
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    sys.path.insert(0, str(folder))
+
+
 def counters(llm) -> dict:
     """vLLM's speculation counters, cumulative over the process: {name: number or list}."""
     found = {}
@@ -97,7 +144,20 @@ def speculation(case: dict) -> dict | None:
     if case["draft"] is None:
         return None
     wanted = {key: case[key] for key in ("method", "num_speculative_tokens")}
-    return {**wanted, "model": case["draft"]}
+    return wanted if case["draft"] == "target" else {**wanted, "model": case["draft"]}
+
+
+def interpret_triton() -> None:
+    """Let vLLM's second runner start on a CPU: it asks whether Triton has an active driver, then interprets kernels."""
+    os.environ.update(TRITON_INTERPRET="1", VLLM_USE_V2_MODEL_RUNNER="1")
+    import triton.backends
+
+    class Driver:
+        @staticmethod
+        def is_active() -> bool:
+            return True
+
+    triton.backends.backends["cpu"] = triton.backends.Backend(compiler=None, driver=Driver)
 
 
 def run(case: dict, seen: dict, rounds: list) -> dict:
@@ -152,6 +212,9 @@ def main() -> None:
     cases_path, results_path = map(Path, sys.argv[1:3])
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
+    if "--v2" in sys.argv:
+        interpret_triton()
+    stand_in_for_torchvision(results_path.parent / "stand-in")
     cases = json.loads(cases_path.read_text())
     seen: dict = {}
     rounds: list = []
