@@ -376,7 +376,7 @@ class Stages:
     def draft(self) -> Draft:
         draft = export.load(self.draft_folder(), self.target.spec, self.target.embedding)
         self.target.bind(draft)
-        return draft.to(self.target.device).eval()
+        return draft.to(self.target.device, self.target.dtype).eval()  # as servers run it
 
     # -- training ----------------------------------------------------------------------------------------------------
     def train(self) -> None:
@@ -447,7 +447,8 @@ class Stages:
         return {"prompts": (prompts[: config.num_prompts], kinds[: config.num_prompts])}
 
     def accept(self, server: str | None = None) -> dict[str, Any]:
-        """Acceptance of every evaluation set; the first is the headline and goes to acceptance-METHOD.json."""
+        """Acceptance of every evaluation set; the first is the headline and goes to acceptance-METHOD.json, or to
+        acceptance-METHOD-before-training.json while the draft is one that the target brings along."""
         config: EvalConfig = self.recipe.eval
         results: dict[str, Any] = {}
         for index, (name, (prompts, kinds)) in enumerate(self._prompt_sets().items()):
@@ -462,6 +463,8 @@ class Stages:
             if server is None or self._has_draft():
                 found["draft_sha256"] = certify.tensors_sha256(self.draft)
             suffix = "" if index == 0 else f"-{name}"
+            if server is None and self._as_it_came:
+                suffix += "-before-training"
             self._write(f"acceptance-{found['method']}{suffix}.json", found)
             results[name] = found
             if advice:
@@ -602,6 +605,10 @@ class Stages:
             )
         for warning in noted:
             self.say(f"[yellow]{warning.message}[/yellow]")
+        prompt = next(iter(self._prompt_sets().values()))[0][0]
+        difference = export.compare(draft, out, self.target, prompt, num)
+        if difference is not None:
+            raise RuntimeError(f"{out}: training, runtime and export disagree: {difference}; do not serve it")
         self.say(f"export    {out}, read back and equal; serve it with\n  {self.serve_command()}")
         return out
 
