@@ -372,10 +372,21 @@ class Stages:
             return last.draft
         raise ValueError(f"{self.out}: no trained draft here; run `draftsmith train {self.recipe.name}` first")
 
+    @property
+    def _as_it_came(self) -> bool:
+        """Whether the draft is one that the target brings along (MTP) and that was not trained yet."""
+        return not self._has_draft() and self._untrained.pretrained
+
     @cached_property
     def draft(self) -> Draft:
-        draft = export.load(self.draft_folder(), self.target.spec, self.target.embedding)
-        self.target.bind(draft)
+        if self._as_it_came:
+            self.say("draft     the target's own, before any training")
+            draft = family(self.recipe.draft.family)(self.recipe.draft, self.target.spec)
+            self.target.bind(draft)
+            draft.initialise(None, torch.Generator())
+        else:
+            draft = export.load(self.draft_folder(), self.target.spec, self.target.embedding)
+            self.target.bind(draft)
         return draft.to(self.target.device, self.target.dtype).eval()  # as servers run it
 
     # -- training ----------------------------------------------------------------------------------------------------
@@ -693,6 +704,8 @@ class Stages:
         start = time.perf_counter()
         if self.recipe.not_run:
             self.say(f"[yellow]{self.recipe.name}: this recipe was not run by us yet[/yellow]")
+        if self._as_it_came:
+            self.accept()
         self.train()
         draft = str(self.draft_folder())
         results = self._once("acceptance-runtime.json", draft, self.accept)

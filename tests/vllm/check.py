@@ -127,6 +127,9 @@ def stand_in_for_torchvision(folder: Path) -> None:
         return
     (folder / "torchvision").mkdir(parents=True, exist_ok=True)
     (folder / "torchvision" / "__init__.py").write_text(STAND_IN)
+    about = folder / "torchvision-0.28.0.dist-info" / "METADATA"  # transformers asks for the version
+    about.parent.mkdir(exist_ok=True)
+    about.write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.28.0\n")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     sys.path.insert(0, str(folder))
 
