@@ -109,8 +109,11 @@ def test_a_finished_run_does_nothing_again(tmp_path, capsys):
         ToyDraft(), None, ToySource(), config(), tmp_path / "run", evaluate=lambda _: {"acceptance_length": 2}
     )
     before = metrics(tmp_path / "run")
-    second = train(ToyDraft(), None, ToySource(), config(), tmp_path / "run", evaluate=pytest.fail)
+    draft = ToyDraft(seed=4)
+    second = train(draft, None, ToySource(), config(), tmp_path / "run", evaluate=pytest.fail)
     assert second == first
+    assert equal(dict(draft.state_dict()), tensors(tmp_path / "run", 8))
+    assert checkpoint.provenance(tmp_path / "run")["resumed"] == []
     assert metrics(tmp_path / "run") == before
     assert "all 8 steps are done" in capsys.readouterr().out
 
@@ -120,11 +123,19 @@ def test_more_steps_go_on_in_a_new_run_with_extend_from(tmp_path):
     train(ToyDraft(), None, ToySource(), config(steps=4, schedule="constant"), old)
     with pytest.raises(ValueError, match=rf"train.steps: 4 in .*, 8 now(.|\n)*train.extend_from={old}"):
         train(ToyDraft(), None, ToySource(), config(steps=8, schedule="constant"), old)
-    longer = config(steps=8, schedule="constant", extend_from=str(old))
-    train(ToyDraft(seed=4), None, ToySource(), longer, new)
+    longer = config(steps=8, schedule="constant", extend_from=str(old), eval_every=4)
+    evaluated: list[int] = []
+
+    def evaluate(_):
+        evaluated.append(len(metrics(new)))
+        return {"acceptance_length": 1.5}
+
+    result = train(ToyDraft(seed=4), None, ToySource(), longer, new, evaluate=evaluate)
+    assert evaluated == [4]  # after step 8: the step that the run starts from is not its own
+    assert result.best == new / "step-8/draft"
     train(ToyDraft(), None, ToySource(), config(steps=8, schedule="constant"), tmp_path / "whole")
     assert equal(tensors(new, 8), tensors(tmp_path / "whole", 8))
-    assert [entry["step"] for entry in metrics(new)] == [5, 6, 7, 8]
+    assert [entry["step"] for entry in metrics(new)] == [5, 6, 7, 8, 8]
     assert checkpoint.latest(old).step == 4
     with pytest.raises(ValueError, match=r"step-4 has 4 steps, train.steps is 4: ask for more"):
         train(ToyDraft(), None, ToySource(), config(steps=4, extend_from=str(old)), tmp_path / "short")

@@ -105,17 +105,22 @@ def save(run: Path, step: int, draft: Draft, optimizers: Optimizers, loop: Mappi
 
 def restore(checkpoint: Checkpoint, draft: Draft, optimizers: Optimizers) -> dict[str, Any]:
     """Put a step's weights and optimizer state back, in place; returns what the loop itself carries."""
+    restore_weights(checkpoint, draft)
+    try:
+        optimizers.load_state_dict(torch.load(checkpoint.folder / OPTIMIZER, weights_only=True, map_location="cpu"))
+    except ValueError as error:
+        raise ValueError(f"{checkpoint.folder / OPTIMIZER}: {error}") from error
+    return torch.load(checkpoint.folder / LOOP, weights_only=True, map_location="cpu")
+
+
+def restore_weights(checkpoint: Checkpoint, draft: Draft) -> None:
+    """Put a step's weights and buffers back, in place."""
     problems = draft.load_state_dict(load_file(checkpoint.draft / DRAFT_TENSORS), strict=False)
     if problems.missing_keys or problems.unexpected_keys:
         raise ValueError(
             f"{checkpoint.draft}: this draft has no {problems.unexpected_keys} and misses {problems.missing_keys}; "
             "go on with the draft section the run was started with"
         )
-    try:
-        optimizers.load_state_dict(torch.load(checkpoint.folder / OPTIMIZER, weights_only=True, map_location="cpu"))
-    except ValueError as error:
-        raise ValueError(f"{checkpoint.folder / OPTIMIZER}: {error}") from error
-    return torch.load(checkpoint.folder / LOOP, weights_only=True, map_location="cpu")
 
 
 def steps(run: Path) -> list[Checkpoint]:

@@ -133,10 +133,19 @@ def train(
         released(accelerator, draft),
     ):
         # -- start, or find where the run stands -------------------------------------------------------------------
-        run_id = folder.open_run(run, recipe, data or {}) if main else ""
-        accelerator.wait_for_everyone()
+        folder.check_unchanged(run, recipe, data or {})
         start = starting_point(run, config, accelerator)
         evaluates = any(gather(accelerator, (evaluate is not None,))[0])  # rank 0 alone may have been given one
+        metrics, view = MetricsFile(run), View(start.step if start else 0, config.steps, main)
+        for text in filter(None, (note, standing(start, config.steps))):
+            view.say(text)
+        own = start is not None and start.folder.parent == run  # not another run's, of train.extend_from
+        measured = agreed(accelerator, start is None or not own or metrics.has(start.step, ACCEPTANCE))
+        if start is not None and start.step >= config.steps and (measured or not evaluates):
+            folder.restore_weights(start, draft)
+            return standing_result(run, start.step, interrupted=False)
+        run_id = folder.open_run(run, recipe, data or {}) if main else ""
+        accelerator.wait_for_everyone()
         random.seed(config.seed + rank)
         torch.manual_seed(config.seed + rank)
         with warnings.catch_warnings():  # accelerate passes DDP a word that torch 2.13 deprecates
@@ -144,13 +153,13 @@ def train(
             model = accelerator.prepare_model(draft)
         check_wrapped(model, world)
         optimizers = build(draft, config)
-        metrics, window, done = MetricsFile(run), Window(device), 0
+        window, done = Window(device), 0
         if start is not None:
             saved = folder.restore(start, draft, optimizers)
             done = saved["step"]
             if rank < len(saved["random"]):  # a rank that was not there before starts its own sequences
                 folder.set_random_state(saved["random"][rank], device, generators)
-            if start.folder.parent == run:
+            if own:
                 window = Window(device, saved["window"] if main else {}, saved["window_steps"])
         if main:
             metrics.truncate(done)
@@ -185,10 +194,8 @@ def train(
         def evaluation_due() -> bool:
             return evaluates and done > 0 and (done == config.steps or divides(config.eval_every, done))
 
-        with View(done, config.steps, main) as view:
-            for text in filter(None, (note, standing(start, config.steps))):
-                view.say(text)
-            if evaluation_due() and not metrics.has(done, ACCEPTANCE):
+        with view:
+            if evaluation_due() and not measured:
                 measure()  # a signal or a kill came between saving this step and measuring it
             first_bad = torch.full((), -1, device=device)
             stop = world == 1 and signals.requested
@@ -309,9 +316,11 @@ class Window:
 
     COUNTS = ("supervised_tokens", "idle_batches")  # reported as numbers, not as means
 
-    def __init__(self, device: torch.device, totals: Mapping[str, Sequence[float]] = {}, num_steps: int = 0):
+    def __init__(self, device: torch.device, totals: Mapping[str, Sequence[float]] | None = None, num_steps: int = 0):
         self.precise = precise_dtype(device)
-        self.sums = {name: torch.tensor(pair, dtype=self.precise, device=device) for name, pair in totals.items()}
+        self.sums = {
+            name: torch.tensor(pair, dtype=self.precise, device=device) for name, pair in (totals or {}).items()
+        }
         self.num_steps = num_steps
         self.timed_steps = self.num_tokens = 0
         self.seconds = self.data_seconds = 0.0
@@ -641,6 +650,11 @@ def gather(accelerator: Accelerator, values: tuple[Any, ...]) -> tuple[list[Any]
     """For each value the list of it over ranks, in rank order; on one process a list of one."""
     ranks = gather_object([values]) if accelerator.num_processes > 1 else [values]
     return tuple(list(column) for column in zip(*ranks, strict=True))
+
+
+def agreed(accelerator: Accelerator, value: bool) -> bool:
+    """Rank 0's value on every rank: what ranks read from disk by themselves may be of different moments."""
+    return gather(accelerator, (value,))[0][0]
 
 
 def divides(every: int | None, step: int) -> bool:
