@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.eval.acceptance import EvalConfig, ready
-from draftsmith.eval.runtime import decode, decode_plain
+from draftsmith.eval.runtime import Schedule, decode, decode_plain
 from draftsmith.models.draft import Draft
 from draftsmith.models.sampling import Sampler
 from draftsmith.models.target import Target
@@ -48,11 +48,13 @@ def certify(
     config: EvalConfig,
     load_fp32: Callable[[], Target] | None = None,
     progress: Callable[[int], None] | None = None,
+    schedule: Schedule | None = None,
 ) -> dict[str, Any]:
     """The object of certificate.json. draft: bound to `target`, as it is again afterwards.
 
     load_fp32: makes the float32 copy of a target that serves in another precision; None loads it by the target's own
     config. The sampled part runs at config.temperature, or at 1 where that is 0. progress is told how many tokens came.
+    schedule: the one that decoding will use (eval/schedule.py); the certificate then holds for it and says so.
     """
     ready(target, draft)
     if not prompts:
@@ -63,18 +65,20 @@ def certify(
     parts: list[dict[str, Any]] = []
     divergences: list[Divergence] = []
     if target.dtype != torch.float32:
-        part, divergences = greedy_part(target, draft, chosen, num, config, progress)
+        part, divergences = greedy_part(target, draft, chosen, num, config, progress, schedule)
         parts.append(part)
     exact_target = target if target.dtype == torch.float32 else (load_fp32 or (lambda: _reload(target)))()
     for context, plain, speculative in divergences:
         tie = is_tie(exact_target, context, plain, speculative)
         parts[0]["num_ties" if tie else "num_mismatches"] += 1
     with bound_to(draft, exact_target, target):
-        part, divergences = greedy_part(exact_target, draft, chosen, num, config, progress)
+        part, divergences = greedy_part(exact_target, draft, chosen, num, config, progress, schedule)
         part["num_mismatches"] = len(divergences)
-        sampled = sampled_part(exact_target, draft, prompts, num, config, progress)
+        sampled = sampled_part(exact_target, draft, prompts, num, config, progress, schedule)
     name = target.spec.name if target.spec.revision is None else f"{target.spec.name}@{target.spec.revision}"
-    found = {"greedy": [part, *parts], "sampled": sampled, "target": name, "draft_sha256": sha256}
+    found: dict[str, Any] = {"greedy": [part, *parts], "sampled": sampled, "target": name, "draft_sha256": sha256}
+    if schedule is not None:
+        found["schedule"] = config.schedule
     return {**found, "passed": not failures(found)}
 
 
@@ -137,6 +141,7 @@ def greedy_part(
     num: int,
     config: EvalConfig,
     progress: Callable[[int], None] | None = None,
+    schedule: Schedule | None = None,
 ) -> tuple[dict[str, Any], list[Divergence]]:
     """({"dtype", "num_prompts", "num_tokens", 0 mismatches, 0 ties}, first divergences).
 
@@ -149,7 +154,9 @@ def greedy_part(
 
     size, length = config.batch_size, config.certify_tokens
     plain = decode_plain(target, prompts, Sampler(), length, batch_size=size, on_commit=tell)
-    speculative = decode(target, draft, prompts, num, Sampler(), length, batch_size=size, on_commit=tell)
+    speculative = decode(
+        target, draft, prompts, num, Sampler(), length, batch_size=size, on_commit=tell, schedule=schedule
+    )
     compared, divergences = 0, []
     for prompt, a, b in zip(prompts, plain, speculative, strict=True):
         place = first_divergence(a.ids, b.ids)
@@ -200,6 +207,7 @@ def sampled_part(
     num: int,
     config: EvalConfig,
     progress: Callable[[int], None] | None = None,
+    schedule: Schedule | None = None,
 ) -> dict[str, Any]:
     """{"num_draws": per context times contexts, "p_value": the smallest after Holm's correction}.
 
@@ -221,6 +229,7 @@ def sampled_part(
             ignore_eos=True,
             batch_size=DRAW_BATCH,
             first_ids=[anchor] * config.certify_draws,
+            schedule=schedule,
         )
         pairs = [(d.ids[1], d.ids[2]) for d in decoded]
         p_values += pair_p_values(target, [*context, anchor], sampler, pairs)

@@ -148,7 +148,7 @@ def gate(run: Path, draft: Draft, target: TargetSpec, recipe: Recipe, config: Re
         *_public_faults(target, name),
         *_license_faults(config),
         *_weight_faults(draft),
-        *_acceptance_faults(run, acceptance.get("acceptance-runtime"), recipe.eval.bar, num, sha256),
+        *_acceptance_faults(run, acceptance.get("acceptance-runtime"), recipe, num, sha256),
         *_certificate_faults(run, certificate, target, sha256),
     ]
     if faults:
@@ -194,11 +194,12 @@ def _weight_faults(draft: Draft) -> Iterator[str]:
 
 
 def _acceptance_faults(
-    run: Path, found: Mapping[str, Any] | None, bar: float | None, num: int, sha256: str
+    run: Path, found: Mapping[str, Any] | None, recipe: Recipe, num: int, sha256: str
 ) -> Iterator[str]:
-    where = run / "acceptance-runtime.json"
+    where, bar = run / "acceptance-runtime.json", recipe.eval.bar
+    verb = "accept" if recipe.eval.schedule == "none" else "accept` with `eval.schedule=none"
     if found is None:
-        yield f"{where} is missing: run `draftsmith accept` first"
+        yield f"{where} is missing: run `draftsmith {verb}` first"
         return
     length, measured = found["acceptance_length"], found["num_speculative_tokens"]
     if bar is not None and not length >= bar:
@@ -207,13 +208,17 @@ def _acceptance_faults(
             f"{where}); train on, or lower eval.bar"
         )
     if measured != num:
-        yield f"{where} was measured with K={measured}, the export would serve K={num}; run `draftsmith accept` again"
+        yield f"{where} was measured with K={measured}, the export would serve K={num}; run `draftsmith {verb}` again"
+    yield from _unscheduled(where, found)
+    yield from _stale(where, found.get("draft_sha256"), sha256, verb)
+
+
+def _unscheduled(where: Path, found: Mapping[str, Any]) -> Iterator[str]:
     if found.get("schedule"):
         yield (
-            f"{where} was measured with eval.schedule {found['schedule']}, servers verify every proposal; measure with "
-            f"schedule none"
+            f"{where} was made with eval.schedule {found['schedule']}, servers verify every proposal; make it again with "
+            f"eval.schedule=none"
         )
-    yield from _stale(where, found.get("draft_sha256"), sha256, "accept")
 
 
 def _certificate_faults(run: Path, found: Mapping[str, Any] | None, target: TargetSpec, sha256: str) -> Iterator[str]:
@@ -226,6 +231,7 @@ def _certificate_faults(run: Path, found: Mapping[str, Any] | None, target: Targ
     name = target.name if target.revision is None else f"{target.name}@{target.revision}"
     if found.get("target") != name:
         yield f"{where} was made with the target {_short(str(found.get('target')))}, this one is {_short(name)}"
+    yield from _unscheduled(where, found)
     yield from _stale(where, found.get("draft_sha256"), sha256, "certify")
 
 

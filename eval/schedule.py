@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 
 CALIBRATION = "calibration.json"
 NUM_BINS = 20  # equal widths over 0..1, as in DeepSpec's reliability report
+FEW_ROUNDS = 500  # below, a bin holds so few rounds that chance moves a slot's calibration error by several percent
 TEMPERATURES = 2.0 ** torch.linspace(-4, 4, 129, dtype=torch.float64)  # 1/16 .. 16 in steps of 4.4 %; 1 is one of them
 
 

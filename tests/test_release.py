@@ -219,7 +219,7 @@ def test_a_bar_that_is_just_reached_passes(run, draft, target):
     [
         ({"acceptance_length": float("nan")}, "below the recipe's bar"),
         ({"num_speculative_tokens": 4}, "measured with K=4, the export would serve K=3; run `draftsmith accept` again"),
-        ({"schedule": "threshold"}, "measured with eval.schedule threshold, servers verify every proposal"),
+        ({"schedule": "threshold"}, "was made with eval.schedule threshold, servers verify every proposal"),
         ({"draft_sha256": "1" * 64}, "was made for other tensors (111111111111), this draft's are"),
         ({"draft_sha256": None}, "does not say for which tensors"),
     ],
@@ -258,6 +258,17 @@ def test_a_certificate_of_other_tensors_is_refused(run, draft, target):
     text = refused(run, draft, target)
     assert "certificate.json was made for other tensors" in text
     assert "acceptance-runtime.json was made for other tensors" in text
+
+
+def test_a_certificate_for_scheduled_verification_is_not_one_for_servers(run, draft, target):
+    write(run / "certificate.json", certificate_of(draft, schedule="hardware"))
+    assert "certificate.json was made with eval.schedule hardware" in refused(run, draft, target)
+
+
+def test_a_recipe_with_a_schedule_is_told_how_to_measure_for_servers(run, draft, target):
+    (run / "acceptance-runtime.json").unlink()
+    text = refused(run, draft, target, recipe_of(draft, eval={"schedule": "hardware"}))
+    assert "run `draftsmith accept` with `eval.schedule=none` first" in text
 
 
 def test_a_certificate_of_another_target_is_refused(run, draft, target):

@@ -16,7 +16,7 @@ from tiny import save_target, target_model, tokenizer
 
 from draftsmith.eval import schedule as scheduling
 from draftsmith.eval.acceptance import EvalConfig, accept
-from draftsmith.eval.certify import pair_p_values
+from draftsmith.eval.certify import certify, pair_p_values
 from draftsmith.eval.runtime import Decoded, decode
 from draftsmith.eval.schedule import (
     TEMPERATURES,
@@ -37,6 +37,8 @@ from draftsmith.eval.schedule import (
     threshold_schedule,
     write_calibration,
 )
+from draftsmith.models.draft import Captured, TokenStats
+from draftsmith.models.dspark import DSpark
 from draftsmith.models.sampling import Sampler
 from draftsmith.models.target import Target, TargetConfig
 
@@ -474,7 +476,7 @@ def test_a_rule_that_looks_at_the_drawn_token_is_seen_by_the_sampled_test(target
     context, draws, sampler = [5, 99, 100], 1500, Sampler(1.0, generator=torch.Generator().manual_seed(3))
     decoded = decode(
         target, draft, [context] * draws, 3, sampler, 3, ignore_eos=True, batch_size=250, first_ids=[65] * draws,
-        schedule=lambda confidence, most: [n if c > 0.5 else 0 for n, c in zip(most, confidence[:, 1].tolist())],
+        schedule=peeking,
     )  # fmt: skip
     assert min(pair_p_values(target, [*context, 65], sampler, [tuple(d.ids[1:3]) for d in decoded])) < 1e-3
 
@@ -537,6 +539,81 @@ def test_acceptance_says_under_which_schedule_it_was_measured(target, texts):
     assert "schedule" not in full
     assert cut["num_proposed"] < full["num_proposed"]
     assert cut["num_tokens"] == full["num_tokens"]
+
+
+def test_a_certificate_can_be_made_for_a_schedule(target):
+    config = EvalConfig(
+        num_speculative_tokens=2, schedule="threshold", confidence_threshold=0.4, certify_prompts=2, certify_tokens=8,
+        certify_contexts=1, certify_draws=200,
+    )  # fmt: skip
+    draft = ConfidentBigram(target, 0.3)
+    found = certify(target, draft, PROMPTS, config, schedule=schedule_of(config, None, None))
+    assert found["passed"]
+    assert found["schedule"] == "threshold"
+    assert "schedule" not in certify(target, draft, PROMPTS, config)
+
+
+def peeking(confidence, most):
+    """Looks at c_2, which knows the drawn d_1, to decide about d_1."""
+    return [n if row[min(1, len(row) - 1)] > 0.5 else 0 for n, row in zip(most, confidence.tolist())]
+
+
+def test_the_certificate_fails_for_a_rule_that_peeks(target):
+    config = EvalConfig(
+        num_speculative_tokens=2, schedule="hardware", certify_prompts=1, certify_tokens=4, certify_contexts=1,
+        certify_draws=1500,
+    )  # fmt: skip
+    draft = ConfidentBigram(target, 0.3)
+    found = certify(target, draft, [[5, 99, 100]], config, schedule=peeking)
+    assert not found["passed"]
+    assert found["sampled"]["p_value"] < 1e-3
+    assert found["greedy"][0]["num_mismatches"] == 0  # greedy output does not depend on what is verified
+
+
+@pytest.fixture(scope="module")
+def dspark(target):
+    config = DSpark.Config(family="dspark", mask_token_id=263, layout="shifted", block_len=4, num_layers=1,
+                           aux_layers=(1, 4), markov_rank=8)  # fmt: skip
+    draft = DSpark(config, target.spec)
+    target.bind(draft)
+    pairs = torch.tensor([[a, (a + 1) % 264] for a in range(264)])
+    stats = TokenStats(torch.arange(264) % 50 + 1, pairs, torch.ones(264, dtype=torch.int64))
+    draft.initialise(stats, torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        draft.confidence_head.proj.weight.normal_(std=0.2, generator=torch.Generator().manual_seed(1))
+        draft.confidence_head.proj.bias.fill_(3.0)
+    return draft.eval()
+
+
+def test_a_dspark_confidence_depends_on_the_tokens_before_its_slot_alone(target, dspark):
+    """Draw many proposals behind one prompt: equal prefixes have equal confidences, different ones mostly not."""
+    prompt, seen = [5, 99, 100], {}
+    sampler = Sampler(1.0, generator=torch.Generator().manual_seed(0))
+    out = target.forward(torch.tensor([prompt]), needs=dspark.needs)
+    captured = Captured(out.features, out.last_hidden, torch.tensor([3]))
+    with torch.no_grad():
+        for _ in range(40):
+            told = dspark.propose(dspark.start(1, 16), torch.tensor([[99, 100, 65]]), captured, 4, sampler)
+            for k in range(4):
+                prefix = tuple(told.ids[0, :k].tolist())
+                seen.setdefault(prefix, set()).add(round(float(told.confidence[0, k]), 5))
+    assert all(len(values) == 1 for values in seen.values())
+    assert len({v for prefix, values in seen.items() if len(prefix) == 1 for v in values}) > 10
+
+
+@pytest.mark.parametrize(
+    "schedule", [threshold_schedule(0.5), hardware_schedule(CostTable((1, 2, 3, 4, 5), (1, 1.1, 1.3, 1.45, 1.55)))]
+)
+def test_dspark_output_stays_the_targets(target, texts, dspark, schedule):
+    decoded = decode(target, dspark, PROMPTS, 4, Sampler(), 24, ignore_eos=True, batch_size=2, schedule=schedule)
+    assert [d.ids for d in decoded] == [t[len(p) : len(p) + 24] for p, t in zip(PROMPTS, texts)]
+    assert len({n for d in decoded for n, _ in d.rounds}) >= 3
+
+
+def test_dspark_is_calibrated_slot_by_slot(target, dspark):
+    sampler = Sampler(1.0, generator=torch.Generator().manual_seed(0))
+    found = calibrate_draft(target, dspark, PROMPTS, 4, sampler, 24)
+    assert len(found["temperatures"]) == 4
 
 
 def test_importing_the_module_loads_no_pyplot():

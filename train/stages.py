@@ -474,6 +474,8 @@ class Stages:
             if server is None or self._has_draft():
                 found["draft_sha256"] = certify.tensors_sha256(self.draft)
             suffix = "" if index == 0 else f"-{name}"
+            if "schedule" in found:  # verifies and accepts less: never the headline
+                suffix = f"-{name}-{found['schedule']}"
             if server is None and self._as_it_came:
                 suffix += "-before-training"
             self._write(f"acceptance-{found['method']}{suffix}.json", found)
@@ -488,7 +490,7 @@ class Stages:
         prompts, _ = next(iter(self._prompt_sets().values()))
 
         with self._timed("certificate"):
-            found = certify.certify(self.target, self.draft, prompts, config)
+            found = certify.certify(self.target, self.draft, prompts, config, schedule=self._schedule())
         self._write("certificate.json", found)
         for line in report.proof_lines(found):
             self.say(f"  {line}")
@@ -523,6 +525,11 @@ class Stages:
         self.out.mkdir(parents=True, exist_ok=True)
         schedule.reliability_figure(found).savefig(self.out / "calibration.svg", metadata={"Date": None})
         self.say(schedule.calibration_table(found))
+        if found["num_rounds"] < schedule.FEW_ROUNDS:
+            self.say(
+                f"[yellow]{found['num_rounds']} rounds are too few to trust these temperatures; give more prompts "
+                f"(eval.calibrate_prompts, at least {schedule.FEW_ROUNDS} rounds)[/yellow]"
+            )
         self.say(f"calibrated {path}; figure {self.out / 'calibration.svg'}")
         return found
 
