@@ -395,6 +395,26 @@ class Ahead:
         self.close()
 
 
+@torch.no_grad()
+def target_mass(source: BatchSource, target: Target, max_tokens: int = 32768) -> Tensor:
+    """[V] float64: the target's probability of each token, summed over supervised positions of the rows.
+
+    At most max_tokens positions are read, in an order that the source's seed draws.
+    """
+    mass = torch.zeros(target.spec.vocab_size, dtype=torch.float64, device=target.device)
+    seen = 0
+    for i in permutation(len(source.kept), source.seed, 0):
+        [row] = source.data.read([source.kept[i]])
+        assert row.last_hidden is not None, "the source was made for a draft that reads the last hidden"
+        before = row.loss_mask[1:].nonzero()[:, 0]  # the rows whose next token is supervised
+        logits = target.logits(row.last_hidden[before.to(row.last_hidden.device)].to(target.device))
+        mass += logits.float().softmax(-1).sum(0)
+        seen += len(before)
+        if seen >= max_tokens:
+            break
+    return mass.cpu()
+
+
 def token_stats(rows: Iterable[Row], vocab_size: int) -> TokenStats:
     """How often each token, and each (previous, token) pair, is supervised in the rows. Pairs stay within a row."""
     rows = list(rows)

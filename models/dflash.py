@@ -276,7 +276,7 @@ class DFlash(Draft):
                         "the training rows, got none"
                     )
                 assert self.draft_vocab is not None
-                self.draft_vocab.copy_(vocab.choose(stats.counts, len(self.draft_vocab)))
+                self.draft_vocab.copy_(vocab.choose(stats.expected, len(self.draft_vocab)))
             if config.head == "trainable" and config.init_head == "target":
                 self.lm_head.weight.copy_(self.kept_rows(self.target_head))
 

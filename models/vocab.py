@@ -12,7 +12,7 @@ from torch import Tensor
 def choose(counts: Tensor, size: int) -> Tensor:
     """The `size` most frequent tokens as ascending ids; equal counts (and unseen tokens) go by ascending id.
 
-    counts: [V], how often each target token was supervised (models.draft.TokenStats.counts).
+    counts: [V], how often each target token is to be expected (models.draft.TokenStats.expected).
     """
     vocab_size = len(counts)
     if not 1 <= size <= vocab_size:

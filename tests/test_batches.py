@@ -15,7 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import target_model, tokenizer
 
-from draftsmith.data.batches import Ahead, BatchSource, DataConfig, Prefetch, cut, fill_bins, permutation, token_stats
+from draftsmith.data.batches import (
+    Ahead,
+    BatchSource,
+    DataConfig,
+    Prefetch,
+    cut,
+    fill_bins,
+    permutation,
+    target_mass,
+    token_stats,
+)
 from draftsmith.data.capture import CaptureConfig, capture
 from draftsmith.data.chat import Row
 from draftsmith.data.shards import FeatureStore
@@ -376,3 +386,19 @@ def test_token_stats_of_silent_rows_are_zero_and_foreign_ids_are_refused():
         token_stats([SILENT], 50)
     with pytest.raises(ValueError, match="no rows"):
         token_stats([], 50)
+
+
+def test_target_mass_is_the_sum_of_the_targets_probabilities_at_supervised_labels(target, stores):
+    found = target_mass(source(stores["float32"]), target)
+    wanted = torch.zeros(264, dtype=torch.float64)
+    for each in ROWS:
+        probs = target.model(torch.tensor([list(each.input_ids)])).logits[0].softmax(-1)
+        for label in range(1, len(each.input_ids)):
+            if each.loss_mask[label]:
+                wanted += probs[label - 1]
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    stats = token_stats(ROWS, 264)
+    assert torch.equal(stats.expected, stats.counts)
+    assert torch.equal(stats._replace(target_mass=found).expected, stats.counts + found)
+    few = target_mass(source(stores["float32"]), target, max_tokens=50)
+    assert 50 <= few.sum() < 50 + max(len(each.input_ids) for each in ROWS)

@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from draftsmith import recipes
-from draftsmith.data.batches import Ahead, BatchSource, DataConfig, token_stats
+from draftsmith.data.batches import Ahead, BatchSource, DataConfig, target_mass, token_stats
 from draftsmith.data.capture import capture, checksum, describe
 from draftsmith.data.chat import (
     ChatConfig,
@@ -400,7 +400,11 @@ class Stages:
             states, self.target, draft.needs, config.seed, config.batch_tokens, config.pack_tokens, data.capture
         )
         held_out = {name: self.rows(name) for name in data.evaluation}
-        draft.initialise(token_stats(rows, self.target.spec.vocab_size), torch.Generator().manual_seed(config.seed))
+        stats = token_stats(rows, self.target.spec.vocab_size)
+        reduced = getattr(self.recipe.draft, "draft_vocab", None) is not None
+        if reduced and draft.needs.last_hidden and latest(self.out) is None:
+            stats = stats._replace(target_mass=target_mass(source, self.target))
+        draft.initialise(stats, torch.Generator().manual_seed(config.seed))
         draft.to(self.target.device)
         evaluate = self._evaluation(held_out)
         self.__dict__.pop("draft", None)
