@@ -1,4 +1,4 @@
-"""Tiny targets that are made on the spot: `target.name: tiny:llama` or `tiny:qwen3`.
+"""Tiny targets that are made on the spot: `target.name: tiny:llama`, `tiny:qwen3`, or one with an MTP module.
 
 They let recipes, smoke runs and tests go through every stage in seconds, without a download. A tiny target has learned
 one game in chat form: the user says three letters, it goes on with the alphabet a..t in circles and ends its turn.
@@ -6,12 +6,15 @@ one game in chat form: the user says three letters, it goes on with the alphabet
     <|im_start|>user\\nabc<|im_end|>\\n<|im_start|>assistant\\ndefghijklm...<|im_end|>\\n
 
 After "e" it jumps seven letters ahead in one case of ten, so its distribution is not a point mass.
+WITH_MTP are small models of the architectures that bring an MTP module along (models/mtp.py). Theirs has learned the
+game one step ahead only, as such modules are pre-trained; so proposals after the first are poor until it is tuned.
 The tokenizer maps a byte to its value ("a" = 97); special tokens follow from 256.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 PREFIX = "tiny:"
-KINDS = ("llama", "qwen3")
+WITH_MTP = ("qwen3_5", "qwen3_next", "deepseek_v3", "mimo", "glm4_moe", "ernie4_5")
+KINDS = ("llama", "qwen3", *WITH_MTP)
 VERSION = 1  # part of the folder's name: a change of the game makes new targets
 SPECIALS = ("<bos>", "<|im_start|>", "<|im_end|>", "<eos>", "<pad>", "<think>", "</think>", "<|mask|>")
 BOS, IM_START, IM_END, EOS, PAD, THINK, END_THINK, MASK = range(256, 264)
@@ -46,6 +50,8 @@ def make(kind: str, cache: Path) -> Path:
     model = teach(_untaught(kind))
     model.save_pretrained(temporary)
     tokenizer().save_pretrained(temporary)
+    if kind in WITH_MTP:
+        temporary = _with_module(temporary)
     try:
         temporary.rename(folder)
     except OSError:  # another process was faster; both made the same weights
@@ -107,6 +113,47 @@ def games(num: int, generator: torch.Generator, answer_len: int = 32) -> tuple[t
     return ids, labels
 
 
+def _with_module(folder: Path, steps: int = 4, lr: float = 3e-3) -> Path:
+    """A copy of the tiny target with an MTP module that was trained one step ahead, in place of the given folder.
+
+    Four steps are enough for a good first proposal and bad later ones, the profile of pre-trained modules.
+    """
+    from draftsmith.models import mtp_checkpoint  # it reads tiny targets itself
+    from draftsmith.models.draft import Batch
+    from draftsmith.models.mtp import Mtp, MtpConfig
+    from draftsmith.models.target import Target, TargetConfig
+
+    target = Target.load(TargetConfig(name=str(folder), dtype="float32", device="cpu"))
+    draft = Mtp(MtpConfig(init="new", ttt_steps=1, loss={"ce": 1.0}), target.spec)
+    target.bind(draft)
+    generator = torch.Generator().manual_seed(2)
+    draft.initialise(None, generator)
+    optimizer = torch.optim.AdamW(draft.parameters(), lr=lr)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
+    for _ in range(steps):
+        ids, labels = games(16, generator)
+        num, length = ids.shape
+        batch = Batch(
+            input_ids=ids.flatten(),
+            loss_mask=(labels >= 0).flatten(),
+            positions=torch.arange(length).repeat(num),
+            bounds=tuple(range(0, num * length + 1, length)),
+            last_hidden=target.forward(ids).last_hidden.flatten(0, 1),
+        )
+        with torch.enable_grad():
+            loss = draft(batch, draft.counts(batch))["loss"].sum
+            optimizer.zero_grad()
+            loss.backward()
+        optimizer.step()
+        schedule.step()
+    done = folder.with_name(folder.name + ".mtp")
+    source = mtp_checkpoint.Checkpoint.open(str(folder))
+    mtp_checkpoint.write(source, draft.checkpoint_tensors(), draft.config_keys(), {}, done)
+    (done / mtp_checkpoint.REPORT).unlink()  # it is a target here, not an export
+    shutil.rmtree(folder)
+    return done
+
+
 def _untaught(kind: str) -> PreTrainedModel:
     sizes: dict[str, Any] = {
         "vocab_size": VOCAB,
@@ -124,9 +171,42 @@ def _untaught(kind: str) -> PreTrainedModel:
     }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        if kind == "llama":
-            return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
-        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes))
+        return transformers.AutoModelForCausalLM.from_config(_config(kind, sizes))
+
+
+def _config(kind: str, sizes: dict[str, Any]) -> transformers.PreTrainedConfig:
+    t = transformers
+    moe = {"moe_intermediate_size": 64, "num_experts_per_tok": 2}
+    routed = moe | {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "topk_group": 1}
+    delta = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    delta |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
+    if kind == "llama":
+        return t.LlamaConfig(**sizes)
+    if kind == "qwen3":
+        return t.Qwen3Config(**sizes)
+    if kind == "qwen3_5":
+        return t.Qwen3_5TextConfig(**sizes, **delta)
+    if kind == "qwen3_next":
+        return t.Qwen3NextConfig(**sizes, **delta, **moe, num_experts=4, shared_expert_intermediate_size=64)
+    if kind == "glm4_moe":
+        return t.Glm4MoeConfig(**sizes, **routed, n_group=1)
+    if kind == "deepseek_v3":
+        latent = {
+            "q_lora_rank": 32,
+            "kv_lora_rank": 32,
+            "qk_rope_head_dim": 16,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 32,
+        }
+        own = {key: value for key, value in sizes.items() if key != "head_dim"} | {"num_key_value_heads": 4}
+        return t.DeepseekV3Config(**own, **routed, **latent, n_group=2, topk_method="noaux_tc")
+    own = {key: value for key, value in sizes.items() if key != "head_dim"}
+    own |= {"num_attention_heads": 2, "num_key_value_heads": 1}  # heads of 32 without a key for it
+    if kind == "ernie4_5":
+        experts = {"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1, "moe_layer_start_index": 1}
+        return t.Ernie4_5_MoeConfig(**own, **experts, moe_intermediate_size=64)
+    assert kind == "mimo", kind
+    return t.Qwen2Config(**own)
 
 
 def _byte_symbols() -> list[str]:
