@@ -715,11 +715,15 @@ class Mtp(Draft):
 
 
 def in_checkpoint(folder: Path, target: TargetSpec) -> Mtp | None:
-    """The module that a target's folder holds (an export of ours, or the target itself); None when it holds none."""
-    if target.model_type not in STYLES or not (folder / "config.json").is_file():
+    """The module that a target's folder holds (an export of ours, or a target as it came); None when it holds none.
+
+    The target's own name stands for its files, wherever they are.
+    """
+    itself = str(folder) == target.name
+    if target.model_type not in STYLES or not (itself or (folder / "config.json").is_file()):
         return None
     style = style_of(target)
-    source = Checkpoint.open(str(folder))
+    source = Checkpoint.open(str(folder), target.revision if itself else None)
     if not source.names(name + "." for name in checkpoint_names(style, target, 0).values()):
         return None
     report = folder / REPORT
