@@ -1,14 +1,21 @@
-"""CPU seconds and peak memory of one EAGLE-3 training step: this project against the obvious formulation.
+"""CPU seconds and peak memory of one training step of each family: this project against the obvious formulation.
 
-    python bench/train_step.py [--dtype float32 bfloat16] [--head trainable] [--repeats 5] [--out bench/results/X.json]
+    python bench/train_step.py [--case eagle3 dflash-64] [--dtype float32 bfloat16] [--repeats 5] [--out results.json]
 
 Fixed work: hidden 256, intermediate 768, 4 query and 2 key heads of width 64, vocabulary 8192, 3 aux layers, 4 documents
-of 512 tokens of which 64 are prompt, 3 unrolled steps, KL, clipping and fused AdamW. Figures are process CPU seconds,
-the median over `repeats` after one warm-up step, each variant in a fresh process; memory is the growth of the peak
-resident set from just before the first step. Collation is not included, index planning is.
+of 512 tokens of which 64 are prompt, frozen head, clipping and fused AdamW.
 
-The naive variant is the textbook: every row at every step, one dense mask over all keys, full logits of every step in
-memory, gradients by autograd. Both give the same loss (tests/test_eagle3.py).
+    eagle3        3 unrolled steps, KL
+    dflash-64     64 blocks of 8 in layout infill, 2 layers, cross entropy with falling weights
+    dflash-256    256 such blocks
+    dspark-64     64 blocks of 8 in layout shifted, 2 layers, Markov rank 64, 0.1 ce + 1.8 tv, confidence head
+
+Figures are process CPU seconds, the median over `repeats` after one warm-up step, each variant in a fresh process;
+memory is the growth of the peak resident set from just before the first step. Collation is not included, index planning
+is.
+
+The naive variant is the textbook: every row and slot, one dense mask over all keys, full logits in memory, gradients by
+autograd. Both give the same loss (tests/test_eagle3.py, tests/test_dspark.py).
 """
 
 from __future__ import annotations
@@ -21,7 +28,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +35,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith.models.draft import Batch, TargetSpec
+from draftsmith.models.blocks import first_slot
+from draftsmith.models.dflash import DFlash, DFlashConfig
+from draftsmith.models.draft import Batch, Draft, TargetSpec
+from draftsmith.models.dspark import DSpark, DSparkConfig
 from draftsmith.models.eagle3 import Eagle3, Eagle3Config
 from draftsmith.models.layers import Attention, rotate
 
 HIDDEN, VOCAB, DOCS, DOC_LEN, PROMPT_LEN = 256, 8192, 4, 512, 64
+CASES = ("eagle3", "dflash-64", "dflash-256", "dspark-64")
 VARIANTS = ("ours", "naive")
 
 
-def make_draft(head: str, dtype: torch.dtype) -> Eagle3:
+def make_draft(case: str, dtype: torch.dtype) -> Draft:
     spec = TargetSpec(
         name="bench",
         revision=None,
@@ -57,7 +67,23 @@ def make_draft(head: str, dtype: torch.dtype) -> Eagle3:
         activation="silu",
         rope={"rope_type": "default", "rope_theta": 1e6},
     )
-    draft = Eagle3(Eagle3Config(head=head, fc_norm=True, norm_output=True, ttt_steps=3), spec)
+    family, _, num_blocks = case.partition("-")
+    draft: Draft
+    if family == "eagle3":
+        draft = Eagle3(Eagle3Config(head="frozen", fc_norm=True, norm_output=True, ttt_steps=3), spec)
+    else:
+        num_candidates = DOCS * (DOC_LEN - PROMPT_LEN - 1)
+        blocks: dict[str, Any] = {
+            "block_len": 8,
+            "num_layers": 2,
+            "aux_layers": (2, 6, 9),
+            "mask_token_id": VOCAB - 1,
+            "anchor_rate": int(num_blocks) / num_candidates,
+        }
+        if family == "dflash":
+            draft = DFlash(DFlashConfig(layout="infill", **blocks), spec)
+        else:
+            draft = DSpark(DSparkConfig(layout="shifted", markov_rank=64, **blocks), spec)
     generator = torch.Generator().manual_seed(0)
     embedding, target_head = (torch.randn(VOCAB, HIDDEN, generator=generator) * 0.05 for _ in range(2))
     draft.bind(embedding.to(dtype), target_head.to(dtype))
@@ -121,6 +147,53 @@ def naive_loss(draft: Eagle3, batch: Batch, denominators: dict[str, Tensor]) -> 
     return loss
 
 
+def naive_block_loss(draft: DFlash, batch: Batch, denominators: dict[str, Tensor]) -> Tensor:
+    """The loss of draft(batch, denominators) for a frozen head over the full vocabulary, falling weights, ce and tv, and
+    full attention, the obvious way: all slots of the drawn blocks."""
+    assert batch.features is not None
+    assert batch.last_hidden is not None
+    plan = draft._plan(batch)  # which blocks are drawn; nothing else of it is used
+    assert plan is not None
+    anchors, length, first = plan.anchors, draft.config.block_len, first_slot(draft.config.layout)
+    total, num, dtype = len(batch.input_ids), len(anchors), draft.fc.weight.dtype
+    row, slot = torch.arange(total), torch.arange(length)
+    doc = torch.bucketize(row, torch.tensor(batch.bounds[1:]), right=True)
+    block = torch.arange(num).repeat_interleave(length)
+    before = (row < anchors[block, None]) & (doc == doc[anchors[block], None])
+    mask = torch.cat([before, block[:, None] == block], 1)  # [N*L, T + N*L]
+
+    context = draft.fuse(batch.features.to(dtype))
+    tokens = torch.full((num, length), draft.mask_token_id)
+    tokens[:, 0] = batch.input_ids[anchors]
+    state = draft.embed(tokens.flatten(), dtype)
+    at = (batch.positions[anchors, None] + slot).flatten()
+    context_keys = draft.context_keys(context, batch.positions)
+    rope = draft.rope(at, dtype)
+    for layer, keys in zip(draft.stack, context_keys, strict=True):
+        attended = _dense_attention(layer.self_attn, layer.input_layernorm(state), rope, mask, [keys])
+        state = layer.leave(state, attended)
+    hidden = draft.norm(state).view(num, length, -1)[:, first:]
+
+    label_at = anchors[:, None] + 1 + torch.arange(length - first)  # [N, K]
+    real = (label_at < total) & (doc[label_at.clamp_max(total - 1)] == doc[anchors, None])
+    label_at = torch.where(real, label_at, total - 1)
+    supervised = (real & batch.loss_mask[label_at]).cumprod(1).bool()
+    weights = supervised * torch.exp(-torch.arange(length - first) / draft.config.falling_gamma)
+    weights = weights / denominators["weights"]
+    previous = batch.input_ids[label_at - 1]
+    log_probs = draft.slot_logits(hidden, previous).log_softmax(-1)  # [N, K, V]
+    loss = -draft.mix.ce * log_probs.gather(-1, batch.input_ids[label_at][..., None])[..., 0]
+    if draft.mix.tv:
+        target = (batch.last_hidden.to(dtype) @ draft.target_head.to(dtype).T).softmax(-1)[label_at - 1]
+        distance = (log_probs.exp() - target).abs().sum(-1) / 2
+        loss = loss + draft.mix.tv * distance
+    if isinstance(draft, DSpark):
+        logits = draft.confidence_head(hidden.detach(), draft.markov_head.embed(previous).detach())
+        accepted = (1 - distance).detach().to(logits.dtype)
+        loss = loss + F.binary_cross_entropy_with_logits(logits, accepted, reduction="none")
+    return (weights * loss).sum()
+
+
 def _dense_attention(
     attention: Attention, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor, past: list[tuple[Tensor, Tensor]]
 ) -> Tensor:
@@ -139,16 +212,20 @@ def _dense_attention(
     return attended[0].transpose(0, 1).flatten(1)
 
 
-def measure(variant: str, dtype: str, head: str, repeats: int) -> dict[str, Any]:
+def measure(case: str, variant: str, dtype: str, repeats: int) -> dict[str, Any]:
     """One variant in this process: {"cpu_s", "peak_mib", "loss"}."""
     low = dtype == "bfloat16"
     kept = torch.bfloat16 if low else torch.float32
-    draft, batch = make_draft(head, kept), make_batch(kept)
+    draft, batch = make_draft(case, kept), make_batch(kept)
     optimizer = torch.optim.AdamW(draft.parameters(), lr=1e-4, fused=True)
-    loss_of: Callable[[], Tensor] = {
-        "ours": lambda: draft(batch, draft.counts(batch))["loss"].sum,
-        "naive": lambda: naive_loss(draft, batch, draft.counts(batch)),
-    }[variant]
+
+    def loss_of() -> Tensor:
+        if variant == "ours":
+            return draft(batch, draft.counts(batch))["loss"].sum
+        if isinstance(draft, Eagle3):
+            return naive_loss(draft, batch, draft.counts(batch))
+        assert isinstance(draft, DFlash)
+        return naive_block_loss(draft, batch, draft.counts(batch))
 
     def step() -> float:
         with torch.autocast("cpu", torch.bfloat16, enabled=low):
@@ -181,8 +258,8 @@ def _peak_mib() -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--case", nargs="+", choices=CASES, default=CASES)
     parser.add_argument("--dtype", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
-    parser.add_argument("--head", choices=("trainable", "frozen"), default="frozen")
     parser.add_argument("--repeats", type=int, default=5, help="timed steps per variant")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, help="also write the figures as JSON")
@@ -190,32 +267,33 @@ def main() -> None:
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
     if asked.one:
-        print(json.dumps(measure(asked.one, asked.dtype[0], asked.head, asked.repeats)))
+        print(json.dumps(measure(asked.case[0], asked.one, asked.dtype[0], asked.repeats)))
         return
 
-    rows: dict[str, dict[str, dict[str, Any]]] = {}
-    shared = ["--head", asked.head, "--repeats", str(asked.repeats), "--threads", str(asked.threads)]
-    for dtype in asked.dtype:
-        rows[dtype] = {}
-        for variant in VARIANTS:
-            command = [sys.executable, __file__, "--one", variant, "--dtype", dtype, *shared]
-            output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-            rows[dtype][variant] = json.loads(output.splitlines()[-1])
-    print(
-        f"EAGLE-3 training step, {asked.head} head, {asked.threads} thread(s), {_processor()}, torch {torch.__version__}"
-    )
-    print(f"{'dtype':<10}{'variant':<9}{'CPU s':>8}{'peak MiB':>10}{'loss':>10}{'times faster':>14}{'less memory':>13}")
-    for dtype, found in rows.items():
-        for variant, row in found.items():
-            line = f"{dtype:<10}{variant:<9}{row['cpu_s']:>8.3f}{row['peak_mib']:>10.0f}{row['loss']:>10.4f}"
-            if variant == "ours":
-                naive = found["naive"]
-                line += f"{naive['cpu_s'] / row['cpu_s']:>14.1f}{naive['peak_mib'] / max(row['peak_mib'], 1):>13.1f}"
-            print(line)
+    print(f"training step, {asked.threads} thread(s), {_processor()}, torch {torch.__version__}")
+    columns = f"{'CPU s':>8}{'peak MiB':>10}{'loss':>10}{'times faster':>14}{'less memory':>13}"
+    print(f"{'case':<12}{'dtype':<10}{'variant':<9}{columns}")
+    results: dict[str, dict[str, dict[str, dict[str, Any]]]] = {}
+    shared = ["--repeats", str(asked.repeats), "--threads", str(asked.threads)]
+    for case in asked.case:
+        for dtype in asked.dtype:
+            found = results.setdefault(case, {})[dtype] = {}
+            for variant in reversed(VARIANTS):
+                command = [sys.executable, __file__, "--one", variant, "--case", case, "--dtype", dtype, *shared]
+                output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+                row = found[variant] = json.loads(output.splitlines()[-1])
+                line = f"{case:<12}{dtype:<10}{variant:<9}"
+                line += f"{row['cpu_s']:>8.3f}{row['peak_mib']:>10.0f}{row['loss']:>10.4f}"
+                if variant == "ours":
+                    naive = found["naive"]
+                    line += (
+                        f"{naive['cpu_s'] / row['cpu_s']:>14.1f}{naive['peak_mib'] / max(row['peak_mib'], 1):>13.1f}"
+                    )
+                print(line, flush=True)
     if asked.out:
         asked.out.parent.mkdir(parents=True, exist_ok=True)
-        about = {"head": asked.head, "threads": asked.threads, "processor": _processor(), "torch": torch.__version__}
-        asked.out.write_text(json.dumps({**about, "results": rows}, indent=2) + "\n")
+        about = {"threads": asked.threads, "processor": _processor(), "torch": torch.__version__}
+        asked.out.write_text(json.dumps({**about, "results": results}, indent=2) + "\n")
 
 
 def _processor() -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -193,3 +195,14 @@ def obvious_row_loss(draft: DFlash, logits: Tensor, batch: Batch, label_at: int)
     ce = F.nll_loss(log_q[None], torch.tensor([columns.index(label)])) if known else torch.zeros(())
     loss = mix.kl * kl + mix.tv * (1 - alpha) - mix.nla * alpha.log()
     return loss + mix.lk * (lk * kl + (1 - lk) * (1 - alpha)), ce, alpha, known
+
+
+def bench() -> Any:
+    """The module bench/train_step.py."""
+    path = Path(__file__).parents[1] / "bench" / "train_step.py"
+    spec = importlib.util.spec_from_file_location("train_step", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

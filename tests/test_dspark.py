@@ -16,6 +16,7 @@ from block_drafts import (
     V,
     anchors_of,
     batch_of,
+    bench,
     cut,
     draft_of,
     loss_of,
@@ -166,6 +167,17 @@ def test_loss_and_gradients_equal_the_obvious_formulation(name, detached, weight
     fast_gradients, slow_gradients = (torch.autograd.grad(x, parameters) for x in (found, slow))
     for a, b in zip(fast_gradients, slow_gradients, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("cls", [DFlash, DSpark])
+def test_the_naive_variant_of_the_benchmark_does_the_same_work(cls):
+    draft, batch = draft_of(cls, layout="shifted"), batch_of((12, 17, 9))
+    denominators = draft.counts(batch)
+    found, naive = draft(batch, denominators)["loss"].sum, bench().naive_block_loss(draft, batch, denominators)
+    torch.testing.assert_close(found, naive, rtol=1e-5, atol=1e-6)
+    parameters = list(draft.parameters())
+    for a, b in zip(*(torch.autograd.grad(x, parameters) for x in (found, naive)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
 
 def test_the_confidence_loss_changes_no_other_gradient_unless_it_is_asked_to():
