@@ -94,13 +94,9 @@ class DFlashConfig(DraftConfig):
     init_head: Literal["target", "random"] = "target"  # start a trainable head from the target's rows
     init_norm_scale: float = Field(1.0, gt=0)  # the final norm starts at this times the target's: small first logits
     init_std: float = Field(0.02, gt=0)  # of the random matrices
-    anchor_rate: float = Field(
-        0.5, gt=0, le=1
-    )  # share of the possible anchors that start a block; neighbours learn alike
+    anchor_rate: float = Field(0.5, gt=0, le=1)  # share of the possible anchors that is drawn; neighbours learn alike
     position_weights: Literal["falling", "dpace"] = "falling"  # how proposals of a block count; module docstring
-    gamma: float | None = Field(
-        None, gt=0
-    )  # of falling weights; None: 7 for blocks of 13 and more, 5 of 9 to 12, else 4
+    gamma: float | None = Field(None, gt=0)  # of falling weights; None: 7 for blocks over 12, 5 over 8, else 4
     loss: dict[str, float] = {"ce": 1.0}  # weights over ce, kl, tv, nla, lk; ce is DFlash's own loss
     lk_eta: float | None = Field(None, gt=0)  # how fast lk goes over from kl to tv; 3 when lk is used
 
