@@ -63,7 +63,7 @@ def describe(target: Target, needs: Needs, config: CaptureConfig, rows: Sequence
             "name": spec.name,
             "revision": spec.revision,
             "config_sha256": spec.config_sha256,
-            "weights_fingerprint": weights_fingerprint(target.model),
+            "weights_fingerprint": None if target.config.ends_only else weights_fingerprint(target.model),
             "dtype": str(target.dtype).removeprefix("torch."),
             "hidden_size": spec.hidden_size,
         },

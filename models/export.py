@@ -498,23 +498,30 @@ def compare(
     draft's modules, probabilities slot by slot. Both drafts compute with the export's rounded weights, so `tolerance`
     (largest difference of a probability, and of module outputs relative to their size) covers summation order alone.
     """
-    config, tensors = draft.neutral()
-    config = _within_positions(config, target.spec)
-    found_config, found = read(folder, target.spec, target.embedding)
-    for key in sorted(config.keys() | found_config.keys()):
-        if _plain(config.get(key)) != found_config.get(key):
-            return f"config: {key} is {config.get(key)!r} in training, {found_config.get(key)!r} in {folder}"
-    dtype = next(t.dtype for t in found.values() if t.is_floating_point())
-    name = first_difference(_cast(tensors, dtype), found)
+    if draft.config.family == IN_TARGET:
+        config, tensors = draft.neutral()
+        usual, found = config["ttt_steps"], mtp_checkpoint.Checkpoint.open(str(folder)).read(tensors)
+        rounded = {name: mtp_checkpoint.stored(tensor, found[name].dtype) for name, tensor in tensors.items()}
+    else:
+        config, tensors = draft.neutral()
+        config = _within_positions(config, target.spec)
+        found_config, found = read(folder, target.spec, target.embedding)
+        for key in sorted(config.keys() | found_config.keys()):
+            if _plain(config.get(key)) != found_config.get(key):
+                return f"config: {key} is {config.get(key)!r} in training, {found_config.get(key)!r} in {folder}"
+        usual = dialect_of(config["family"]).num_tokens(config)
+        rounded = _cast(tensors, next(t.dtype for t in found.values() if t.is_floating_point()))
+    name = first_difference(rounded, found)
     if name is not None:
-        return f"tensor {name} of the draft (as {dtype}) differs from {folder}"
+        return f"tensor {name} of the draft (as {found.get(name, rounded.get(name)).dtype}) differs from {folder}"
 
-    num = num or dialect_of(config["family"]).num_tokens(config)
-    ours = type(draft).from_neutral(config, _cast(tensors, dtype), target.spec)
+    num = num or usual
+    ours = type(draft).from_neutral(config, rounded, target.spec)
     theirs = load(folder, target.spec, target.embedding)
     for one in (ours, theirs):
         one.to(device=target.device, dtype=torch.float32).eval()
-        one.bind(target.embedding.float(), target.head.float())
+        gains = target.final_norm
+        one.bind(target.embedding.float(), target.head.float(), None if gains is None else gains.float())
     decoded, reloaded = (_one_round(one, target, prompt, num) for one in (ours, theirs))
     for (name, a), (_, b) in zip(decoded.outputs, reloaded.outputs):
         if a.shape != b.shape or (a - b).abs().max() > tolerance * (1 + a.abs().max()):

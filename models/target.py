@@ -39,6 +39,7 @@ from draftsmith.models import tiny
 from draftsmith.models.cache import HybridCache, TargetCache
 from draftsmith.models.draft import Draft, Needs, TargetSpec
 from draftsmith.models.gguf import PACKAGE, cache_root, gguf_file, unpacked
+from draftsmith.models.mtp_checkpoint import Checkpoint
 from draftsmith.models.sampling import Sampler
 
 PROVEN = ("llama", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "gpt2")
@@ -75,6 +76,9 @@ class TargetConfig(BaseModel):
     """Jinja file that replaces the tokenizer's chat template."""
     device: str = "auto"
     """auto = the current GPU if there is one, else the CPU."""
+    ends_only: bool = False
+    """Load embedding, final norm and head without the layers between: enough to train a draft from captured states on a
+    device that the whole target does not fit."""
 
 
 @dataclass
@@ -120,7 +124,7 @@ class Target:
         wrapped = model.base_model is not self.core
         proven = self.spec.model_type in PROVEN and not (wrapped and self.spec.logit_softcap is not None)
         self._cache_proven = proven
-        if not proven:
+        if not proven and not config.ends_only:
             self._compare_with_transformers()
         drop_towers(model, self.core, head)
 
@@ -136,8 +140,10 @@ class Target:
         if source is not None and config.revision is not None:
             raise ValueError(f"target.revision: {config.revision!r} has no effect, {config.name} is local; remove it")
         where = {"pretrained_model_name_or_path": str(source or config.name), "revision": config.revision or "main"}
-        model: Any = _load_model(where, config)
         tokenizer = _load_tokenizer(where, config)
+        if config.ends_only:
+            return cls(_load_ends(where, config, _device(config.device)), tokenizer, config, source)
+        model: Any = _load_model(where, config)
         return cls(model.to(_device(config.device)), tokenizer, config, source)
 
     # -- what drafts bind to --------------------------------------------------------------------------------------
@@ -217,6 +223,11 @@ class Target:
         appended behind cache.lengths[b], and `cache.advance` says afterwards how many tokens stay. lengths [B]: how
         many of the N tokens are real; states of the others mean nothing.
         """
+        if self.config.ends_only:
+            raise ValueError(
+                f"target.ends_only: {self.spec.name} has no layers here, so it gives no states; capture them first and "
+                f"decode without it"
+            )
         if input_ids.device.type == "cpu":
             self.check_ids(input_ids)
         input_ids = input_ids.to(self.device)
@@ -746,6 +757,33 @@ def _load_model(where: dict[str, str], config: TargetConfig) -> PreTrainedModel:
                 f"target {config.name}: a {trunk.model_type} trunk is read as a {trunk.read_as}, but "
                 f"{', '.join(sorted(strange)[:5])} does not fit; this is another model than the one that was compared"
             )
+    return model
+
+
+def _load_ends(where: dict[str, str], config: TargetConfig, device: torch.device) -> PreTrainedModel:
+    """The model with its layers on the meta device: only embedding, final norm and head are read from its shards."""
+    try:
+        settings, _ = _settings(where)
+    except (OSError, ValueError) as error:
+        raise _unreadable(config, error) from error
+    name = where["pretrained_model_name_or_path"]
+    files = Checkpoint.open(name, config.revision)
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(settings, attn_implementation=config.attention)
+    core, _ = find_core(model)
+    ends = {"embed_tokens.weight": core.get_input_embeddings()}
+    ends |= {f"{n}.weight": module for n in FINAL_NORMS if (module := getattr(core, n, None)) is not None}
+    if not settings.get_text_config().tie_word_embeddings:
+        ends["lm_head.weight"] = model.get_output_embeddings()
+    for tail, module in ends.items():
+        found = sorted((n for n in files.shards if f".{n}".endswith(f".{tail}")), key=len)
+        if not found or module is None:
+            raise ValueError(f"target.ends_only: {name} has no tensor {tail}; load the whole target")
+        tensor = files.read(found[:1])[found[0]]  # the shortest name is the trunk's: modules and layers stand deeper
+        dtype = tensor.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+        module.weight = nn.Parameter(tensor.to(device, dtype), requires_grad=False)
+    if "lm_head.weight" not in ends:
+        model.get_output_embeddings().weight = core.get_input_embeddings().weight
     return model
 
 

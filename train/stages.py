@@ -314,6 +314,8 @@ class Stages:
         needs = self._untrained.needs
         self.target.needs_ok(needs)
         header = describe(self.target, needs, config, rows)
+        if self.target.config.ends_only:
+            return self._captured_before(name, header)
         folder = stage_dir(CACHE, "features", header)
         if stage_counts(folder) is not None:
             store = FeatureStore.open(folder, header, config.verify)
@@ -341,6 +343,21 @@ class Stages:
             f"[dim]({seconds:.1f} s, {tokens / seconds:,.0f} tok/s)[/dim]"
         )
         return found
+
+    def _captured_before(self, name: str, header: dict[str, Any]) -> FeatureStore:
+        """States of these rows that the whole target gave: their key differs in the weights' fingerprint alone, which
+        a target without layers cannot tell."""
+        for path in sorted(CACHE.glob("features-*/key.json")):
+            key = report.read_json(path)
+            if key["target"] | {"weights_fingerprint": None} != header["target"]:
+                continue
+            if key | {"target": None} == header | {"target": None} and stage_counts(path.parent) is not None:
+                self.say(f"features  {name}: {path.parent}, captured from the whole target")
+                return FeatureStore.open(path.parent, key, self.recipe.data.capture.verify)
+        raise ValueError(
+            f"target.ends_only: no captured states of the {name} rows under {CACHE}/; run `draftsmith capture "
+            f"{self.recipe.name}` first, where the whole target fits"
+        )
 
     def capture(self) -> None:
         if self.recipe.data.source == "live":
