@@ -456,7 +456,8 @@ def reliability_figure(calibration: Mapping[str, Any]) -> Figure:
             axes.scatter(predicted, observed, [12 + 120 * s for s in share], color=colour, alpha=0.8, linewidths=0,
                          label=f"{name}: ECE {100 * slot['ece']:.1f} %")  # fmt: skip
         axes.set_title(f"slot {k + 1}, T = {calibration['temperatures'][k]:.2f}", fontsize=9)
-        axes.legend(frameon=False, fontsize=7, loc="upper left")
+        axes.legend(framealpha=0.8, edgecolor="none", fontsize=7, loc="lower right")
+        axes.xaxis.set_tick_params(labelbottom=k >= num - columns)
         axes.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02))
     figure.supxlabel("predicted survival", fontsize=9)
     figure.supylabel("accepted", fontsize=9)

