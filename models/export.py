@@ -16,10 +16,21 @@ The neutral form of EAGLE-3:
              fc_norm.<i>.weight (fc_norm), lm_head.weight (absent: the target's head serves),
              draft_vocab [Vd] int64, ascending target ids (absent: the full vocabulary)
 
+The neutral form of block drafts (DFlash, DSpark):
+    config   family; aux_layers; layer (as above); num_layers; layout (infill | shifted); block_len; mask_token_id;
+             sliding_window; layer_types and causal, one entry a layer; DSpark also markov_rank and confidence
+    tensors  fc.weight, hidden_norm.weight, layers.<i>.*, norm.weight, lm_head.weight, draft_vocab as above; DSpark also
+             markov_head.markov_w1.weight, markov_head.markov_w2.weight, confidence_head.proj.{weight,bias}
+
 What servers make of it (vLLM 0.32 and 0.33, read and run): an aux layer k is the residual stream after k decoder
 layers, in this project, in transformers' hidden_states[k] and in vLLM alike, so EAGLE-3 ids are written as they are.
 vLLM sorts the ids, says nothing about tensors that are missing, takes `d2t` as offsets (target id = draft id + d2t),
 takes the target's embedding when the file has none, and defaults norm_before_residual differently in the two layouts.
+Block drafts: the plain layout counts the layer whose output is read (aux id - 1), the speculators layout aux ids. vLLM
+runs K + 1 slots (infill) or K slots (shifted) whatever block_size says, so K must be the block's own number of proposals.
+A dflash draft is infill there; a shifted one is written as a dspark draft whose Markov head of rank 1 is zero, which
+computes the same. sample_from_anchor, the layout of a dspark draft, is true in one config layout and false in the other
+when it is left out: it is always written.
 """
 
 from __future__ import annotations
@@ -116,9 +127,13 @@ class Dialect:
         """Proposals a round when nobody says otherwise: what the draft was trained for."""
         raise NotImplementedError
 
-    def check(self, config: Config, target: TargetSpec) -> list[str]:
+    def check(self, config: Config, tensors: Tensors, target: TargetSpec, layout: Format) -> list[str]:
         """Why vLLM cannot serve this draft; empty when it can."""
         raise NotImplementedError
+
+    def notes(self, config: Config, num: int) -> list[str]:
+        """What whoever serves `num` proposals a round should know."""
+        return []
 
     def encode(self, config: Config, tensors: Tensors, target: TargetSpec, layout: Format) -> Checkpoint:
         raise NotImplementedError
@@ -154,10 +169,12 @@ def write(
     if draft.config.family == IN_TARGET:
         return write_into_target(draft, target, out, num_speculative_tokens)
     config, tensors = draft.neutral()
-    dialect = dialect_of(config["family"])
+    dialect = dialect_for(config)
     config = _within_positions(config, target)
     num = dialect.num_tokens(config) if num_speculative_tokens is None else num_speculative_tokens
-    _refuse_unserved(dialect, config, target, draft, num, force)
+    _refuse_unserved(dialect.check(config, tensors, target, format), draft, num, force)
+    for note in dialect.notes(config, num):
+        warnings.warn(f"export: {note}", stacklevel=2)
     tensors = _cast(tensors, DTYPES[dtype])
     public = replace(target, **_public_name(target, published_name))
     checkpoint = dialect.encode(config, tensors, target, format)
@@ -237,11 +254,10 @@ def _within_positions(config: Config, target: TargetSpec) -> Config:
     return {**config, "layer": {**config["layer"], "max_position_embeddings": limit}}
 
 
-def _refuse_unserved(dialect: Dialect, config: Config, target: TargetSpec, draft: Draft, num: int, force: bool) -> None:
+def _refuse_unserved(reasons: list[str], draft: Draft, num: int, force: bool) -> None:
     if num < 1 or (draft.max_proposal is not None and num > draft.max_proposal):
         most = "" if draft.max_proposal is None else f" and at most {draft.max_proposal}, what one pass can propose"
         raise ValueError(f"export: num_speculative_tokens must be at least 1{most}, got {num}")
-    reasons = dialect.check(config, target)
     if reasons and not force:
         raise ValueError(f"export: vLLM cannot serve this draft: {'; '.join(reasons)}. Use force to write it anyway")
     for reason in reasons:
@@ -371,7 +387,7 @@ def read(folder: Path, target: TargetSpec | None = None, embedding: Tensor | Non
         check_same_target(TargetSpec.from_dict(raw[MARK]["target"]), target, str(folder))
     tensors = read_tensors(folder)
     layout, flat = flatten(raw, folder)
-    dialect = dialect_of(_family_name(raw, tensors, folder))
+    dialect = dialect_of(_method(raw, folder))
     try:
         tensors = _without_embedding(tensors, target, embedding)
         config, tensors = dialect.decode(flat, layout, tensors, target)
@@ -386,15 +402,27 @@ def read_json(folder: Path) -> Config:
     return json.loads((folder / CONFIG).read_text())
 
 
-def read_tensors(folder: Path) -> Tensors:
-    """Every tensor of the folder's safetensors files, one or several shards."""
+def _shards(folder: Path) -> list[Path]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         pickles = [p.name for p in sorted(folder.iterdir()) if p.suffix in (".bin", ".pt", ".pth")]
         hint = f"; {', '.join(pickles)} may hold code: convert it to safetensors first" if pickles else ""
         raise ValueError(f"{folder}: no safetensors file here{hint}")
+    return files
+
+
+def tensor_names(folder: Path) -> set[str]:
+    names: set[str] = set()
+    for path in _shards(folder):
+        with safe_open(path, "pt") as file:
+            names.update(file.keys())
+    return names
+
+
+def read_tensors(folder: Path) -> Tensors:
+    """Every tensor of the folder's safetensors files, one or several shards."""
     tensors: Tensors = {}
-    for path in files:
+    for path in _shards(folder):
         with safe_open(path, "pt") as file:
             tensors.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
     return tensors
@@ -416,16 +444,16 @@ def _remembered(folder: Path, raw: Config) -> TargetSpec:
     return TargetSpec.from_dict(raw[MARK]["target"])
 
 
-def _family_name(raw: Config, tensors: Tensors, folder: Path) -> str:
-    """Which family a checkpoint holds: by its type, its architecture, or (EAGLE's own files) its tensor names."""
+def _method(raw: Config, folder: Path) -> str:
+    """Which method serves a checkpoint: by its type, its architecture, or (EAGLE's own files) its tensor names."""
     kind = raw.get("speculators_model_type")
     if kind is not None:
         return str(kind)
     architecture = " ".join(raw.get("architectures") or [])
     for name in DIALECTS:
-        if name in architecture.lower():
+        if re.search(rf"{name}(?!\d)", architecture.lower()):  # DFlash2 is another method
             return name
-    if any(name.startswith("midlayer.") for name in tensors) and "fc.weight" in tensors:
+    if {"midlayer.input_layernorm.weight", "fc.weight"} <= tensor_names(folder):
         return "eagle3"
     raise ValueError(f"{folder}/{CONFIG}: architecture {architecture or 'absent'} is not one of {', '.join(DIALECTS)}")
 
@@ -465,8 +493,8 @@ def serve_command(
         raise ValueError(f"{folder}: the export names no public target; give the target to serve")
     if num is None:
         raise ValueError(f"{folder}: the export has no default number of proposals; give num_speculative_tokens")
-    kind = about.get("family") or _family_name(raw, read_tensors(Path(folder)), Path(folder))
-    settings = {"method": dialect_of(kind).method, "model": served_as or str(folder), "num_speculative_tokens": num}
+    method = dialect_of(_method(raw, Path(folder))).method
+    settings = {"method": method, "model": served_as or str(folder), "num_speculative_tokens": num}
     return f"vllm serve {shlex.quote(str(name))} --speculative-config {shlex.quote(json.dumps(settings))}"
 
 
@@ -509,11 +537,12 @@ def compare(
         for key in sorted(config.keys() | found_config.keys()):
             if _plain(config.get(key)) != found_config.get(key):
                 return f"config: {key} is {config.get(key)!r} in training, {found_config.get(key)!r} in {folder}"
-        usual = dialect_of(config["family"]).num_tokens(config)
+        usual = dialect_for(config).num_tokens(config)
         rounded = _cast(tensors, next(t.dtype for t in found.values() if t.is_floating_point()))
     name = first_difference(rounded, found)
     if name is not None:
-        return f"tensor {name} of the draft (as {found.get(name, rounded.get(name)).dtype}) differs from {folder}"
+        dtype = (found | rounded)[name].dtype
+        return f"tensor {name} of the draft (as {dtype}) differs from {folder}"
 
     num = num or usual
     ours = type(draft).from_neutral(config, rounded, target.spec)
@@ -605,7 +634,10 @@ def _teacher_forced(draft: Draft, decoded: _Round, prompt: Sequence[int]) -> lis
     return slots.draft[0].tolist()
 
 
-# -- parts of a config that the methods share ------------------------------------------------------------------------
+# -- parts that the methods share ------------------------------------------------------------------------
+NOT_THE_DRAFTS = (  # maps between vocabularies, buffers, and what other trainers leave behind of the target
+    *("t2d", "d2t", "rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weight"),
+)
 LAYER_KEYS = (
     *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
     *("head_dim", "hidden_act", "rms_norm_eps", "attention_bias", "max_position_embeddings"),
@@ -627,9 +659,6 @@ def layer_keys(layer: Config, num_layers: int) -> Config:
 
 def read_layer(raw: Config, target: TargetSpec) -> Config:
     """The neutral layer of a config, with what transformers takes for keys that an older file leaves out."""
-    sliding = [kind for kind in raw.get("layer_types") or [] if kind != "full_attention"]
-    if sliding:
-        raise ValueError(f"layer_types {sorted(set(sliding))}: only full attention is supported here")
     needed = ("hidden_size", "intermediate_size", "num_attention_heads", "rms_norm_eps")
     missing = [key for key in needed if key not in raw]
     if missing:
@@ -649,6 +678,21 @@ def read_layer(raw: Config, target: TargetSpec) -> Config:
         "max_position_embeddings": raw.get("max_position_embeddings", target.max_positions),
         "vocab_size": raw.get("vocab_size", target.vocab_size),
     }
+
+
+def layer_shapes(layer: Config, input_width: int) -> dict[str, Shape]:
+    """Tensors of one layer whose query, key and value projections read `input_width` numbers."""
+    width, inner, head_dim = layer["hidden_size"], layer["intermediate_size"], layer["head_dim"]
+    rows = {"q_proj": layer["num_attention_heads"] * head_dim, "k_proj": layer["num_key_value_heads"] * head_dim}
+    rows["v_proj"] = rows["k_proj"]
+    shapes: dict[str, Shape] = {f"self_attn.{name}.weight": (num, input_width) for name, num in rows.items()}
+    if layer["attention_bias"]:
+        shapes |= {f"self_attn.{name}.bias": (num,) for name, num in rows.items()}
+    if layer["model_type"] == "qwen3":
+        shapes |= {"self_attn.q_norm.weight": (head_dim,), "self_attn.k_norm.weight": (head_dim,)}
+    shapes |= {"self_attn.o_proj.weight": (width, rows["q_proj"]), "mlp.down_proj.weight": (width, inner)}
+    shapes |= {"mlp.gate_proj.weight": (inner, width), "mlp.up_proj.weight": (inner, width)}
+    return shapes | {f"{norm}.weight": (width,) for norm in ("input_layernorm", "post_attention_layernorm")}
 
 
 def read_rope(raw: Config) -> Config:
@@ -684,12 +728,11 @@ class Eagle3Dialect(Dialect):
     method = "eagle3"
     switches = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     keys = frozenset({"family", "aux_layers", "layer", "num_layers", *switches})
-    ignored = ("t2d", "d2t", "rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weight")
 
     def num_tokens(self, config: Config) -> int:
         return int(config.get("ttt_steps", 3))
 
-    def check(self, config: Config, target: TargetSpec) -> list[str]:
+    def check(self, config: Config, tensors: Tensors, target: TargetSpec, layout: Format) -> list[str]:
         reasons = refuse_without_aux(target)
         layer = config["layer"]
         if layer["hidden_act"] != "silu":
@@ -725,6 +768,9 @@ class Eagle3Dialect(Dialect):
         return Checkpoint(plain_names[layer["model_type"]], layer_keys(layer, num_layers), method, extra, tensors)
 
     def decode(self, raw: Config, layout: Format, tensors: Tensors, target: TargetSpec) -> tuple[Config, Tensors]:
+        sliding = sorted({kind for kind in raw.get("layer_types") or [] if kind != "full_attention"})
+        if sliding:
+            raise ValueError(f"layer_types {sliding}: only full attention is supported here")
         eagle = raw.get("eagle_config") or {}
         ids = raw.get("eagle_aux_hidden_state_layer_ids") or eagle.get("eagle_aux_hidden_state_layer_ids")
         ids = ids or eagle.get("layer_ids") or (2, target.num_layers // 2, target.num_layers - 3)
@@ -739,7 +785,7 @@ class Eagle3Dialect(Dialect):
             "norm_output": raw.get("norm_output", False),
         }
         names = {name: re.sub(r"^midlayer\.", "layers.0.", name) for name in tensors}
-        ours = {new: tensors[old] for old, new in names.items() if not new.endswith(self.ignored)}
+        ours = {new: tensors[old] for old, new in names.items() if not new.endswith(NOT_THE_DRAFTS)}
         kept = absolute(tensors, target.vocab_size)
         if kept is not None and len(kept) < target.vocab_size:
             ours["draft_vocab"] = kept
@@ -762,9 +808,7 @@ class Eagle3Dialect(Dialect):
     def shapes(config: Config, num_rows: int, target_width: int) -> dict[str, Shape]:
         """What a file of this config must hold: {our tensor name: shape}; num_rows: of the draft's head."""
         layer = config["layer"]
-        width, inner, head_dim = layer["hidden_size"], layer["intermediate_size"], layer["head_dim"]
-        q_rows, kv_rows = layer["num_attention_heads"] * head_dim, layer["num_key_value_heads"] * head_dim
-        fused = len(config["aux_layers"]) * target_width
+        width, fused = layer["hidden_size"], len(config["aux_layers"]) * target_width
         shapes: dict[str, Shape] = {"fc.weight": (width, fused), "norm.weight": (width,)}
         shapes["lm_head.weight"] = (num_rows, width)
         if config["norm_before_fc"]:
@@ -772,17 +816,9 @@ class Eagle3Dialect(Dialect):
         if config["fc_norm"]:
             shapes |= {f"fc_norm.{i}.weight": (target_width,) for i in range(len(config["aux_layers"]))}
         for i in range(config["num_layers"]):
-            wide = 2 * width if i == 0 else width  # the first layer reads the embedding beside the state
-            rows = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
-            parts: dict[str, Shape] = {f"self_attn.{name}.weight": (num, wide) for name, num in rows.items()}
-            if layer["attention_bias"]:
-                parts |= {f"self_attn.{name}.bias": (num,) for name, num in rows.items()}
-            if layer["model_type"] == "qwen3":
-                parts |= {"self_attn.q_norm.weight": (head_dim,), "self_attn.k_norm.weight": (head_dim,)}
-            parts |= {"self_attn.o_proj.weight": (width, q_rows), "mlp.down_proj.weight": (width, inner)}
-            parts |= {"mlp.gate_proj.weight": (inner, width), "mlp.up_proj.weight": (inner, width)}
-            norms = ("input_layernorm", "post_attention_layernorm", *(("hidden_norm",) if i == 0 else ()))
-            parts |= {f"{norm}.weight": (width,) for norm in norms}
+            parts = layer_shapes(layer, width if i else 2 * width)  # the first reads the embedding beside the state
+            if i == 0:
+                parts["hidden_norm.weight"] = (width,)
             shapes |= {f"layers.{i}.{name}": shape for name, shape in parts.items()}
         return shapes
 
@@ -811,8 +847,287 @@ def check_tensors(tensors: Tensors, shapes: Mapping[str, Shape], optional: Colle
         )
 
 
+# -- DFlash and DSpark -----------------------------------------------------------------------------------------------
+SLIDING = "sliding_attention"
+
+
+class BlockDialect(Dialect):
+    """What the two block methods share: the backbone. Its layers are Qwen3's, whatever the target is."""
+
+    architecture: str
+    keys = frozenset(
+        [
+            "family",
+            "aux_layers",
+            "layer",
+            "num_layers",
+            "layout",
+            "block_len",
+            "mask_token_id",
+            "sliding_window",
+            "layer_types",
+            "causal",
+            "markov_rank",
+            "confidence",
+        ]
+    )
+
+    def num_tokens(self, config: Config) -> int:
+        return config["block_len"] - (config["layout"] == "infill")
+
+    def check(self, config: Config, tensors: Tensors, target: TargetSpec, layout: Format) -> list[str]:
+        reasons = refuse_without_aux(target)
+        if config["layer"]["model_type"] != "qwen3":
+            reasons.append(
+                "its layers norm query and key heads, which this draft does not, and no gains make a norm vanish; "
+                "train it with draft.qk_norm: true"
+            )
+        if target.embedding_scale != 1.0:
+            reasons.append(
+                f"its block drafts read embedding rows as they are, this target's layers read them times "
+                f"{target.embedding_scale:g}"
+            )
+        return reasons
+
+    def notes(self, config: Config, num: int) -> list[str]:
+        notes = []
+        if num != self.num_tokens(config) and not all(config["causal"]):
+            notes.append(
+                f"with {num} proposals a round instead of {self.num_tokens(config)} vLLM runs a shorter block than "
+                f"the draft was trained for and measured with; serve num_speculative_tokens {self.num_tokens(config)}"
+            )
+        if len(set(config["layer_types"])) > 1:
+            notes.append("sliding and full layers in one draft need vLLM's second runner: VLLM_USE_V2_MODEL_RUNNER=1")
+        return notes
+
+    def encode(self, config: Config, tensors: Tensors, target: TargetSpec, layout: Format) -> Checkpoint:
+        tensors = dict(tensors)
+        kept = tensors.pop("draft_vocab", None)
+        if kept is not None:
+            tensors |= offsets(kept, target.vocab_size)
+        layer = layer_keys({**config["layer"], "model_type": "qwen3"}, config["num_layers"])
+        if config["sliding_window"] is not None:
+            layer |= {"use_sliding_window": True, "sliding_window": config["sliding_window"]}
+            layer["layer_types"] = list(config["layer_types"])
+        method = {
+            "block_size": config["block_len"],
+            "draft_vocab_size": target.vocab_size if kept is None else len(kept),
+            "target_hidden_size": target.hidden_size,
+        }
+        return Checkpoint(self.architecture, layer, method, {}, tensors)
+
+    def decode(self, raw: Config, layout: Format, tensors: Tensors, target: TargetSpec) -> tuple[Config, Tensors]:
+        _refuse_unknown_blocks(raw)
+        block = self._block_config(raw, layout)
+        num_layers = raw.get("num_hidden_layers", 1)
+        types, window = _attention(raw, block, num_layers)
+        causal = raw.get("is_causal", block.get("causal"))
+        mask = block.get("mask_token_id", raw.get("mask_token_id"))
+        missing = [
+            key for key, value in (("block_size", raw.get("block_size")), ("mask_token_id", mask)) if value is None
+        ]
+        if missing:
+            raise ValueError(f"{CONFIG} lacks {', '.join(missing)}")
+        config: Config = {
+            "family": self.method,
+            "aux_layers": sorted(set(self._aux_layers(raw, block, layout))),
+            "layer": read_layer(raw, target),
+            "num_layers": num_layers,
+            "layout": self._layout(raw, block, layout),
+            "block_len": raw["block_size"],
+            "mask_token_id": mask,
+            "sliding_window": window,
+            "layer_types": types,
+            "causal": [kind == SLIDING if causal is None else bool(causal) for kind in types],
+        }
+        ours = {name: tensor for name, tensor in tensors.items() if not name.endswith(NOT_THE_DRAFTS)}
+        kept = absolute(tensors, target.vocab_size)
+        if kept is not None and len(kept) < target.vocab_size:
+            ours["draft_vocab"] = kept
+        normed = any(name.endswith("q_norm.weight") for name in ours)
+        config["layer"]["model_type"] = "qwen3" if normed else "llama"
+        return config, ours
+
+    def check_shapes(self, config: Config, tensors: Tensors, num_rows: int, target: TargetSpec) -> None:
+        layer, width = config["layer"], config["layer"]["hidden_size"]
+        shapes: dict[str, Shape] = {"fc.weight": (width, len(config["aux_layers"]) * target.hidden_size)}
+        shapes |= {"hidden_norm.weight": (width,), "norm.weight": (width,), "lm_head.weight": (num_rows, width)}
+        for i in range(config["num_layers"]):
+            shapes |= {f"layers.{i}.{name}": shape for name, shape in layer_shapes(layer, width).items()}
+        rank = config.get("markov_rank")
+        if rank is not None:
+            shapes["markov_head.markov_w1.weight"] = (target.vocab_size, rank)
+            shapes["markov_head.markov_w2.weight"] = (num_rows, rank)
+        if config.get("confidence"):
+            shapes |= {"confidence_head.proj.weight": (1, width + rank), "confidence_head.proj.bias": (1,)}
+        reduced = num_rows < target.vocab_size
+        if reduced:
+            shapes["draft_vocab"] = (num_rows,)
+        check_tensors(tensors, shapes, optional=() if reduced else ("lm_head.weight",))
+
+    def _block_config(self, raw: Config, layout: Format) -> Config:
+        return raw.get("dflash_config") or {}
+
+    def _layout(self, raw: Config, block: Config, layout: Format) -> str:
+        raise NotImplementedError
+
+    def _aux_layers(self, raw: Config, block: Config, layout: Format) -> list[int]:
+        """The order in which vLLM looks for them."""
+        ids = raw.get("aux_hidden_state_layer_ids") if layout == "speculators" else None
+        ids = ids or raw.get("eagle_aux_hidden_state_layer_ids")
+        if ids:
+            return list(ids)
+        outputs = block.get("target_layer_ids") or raw.get("dspark_target_layer_ids") or raw.get("target_layer_ids")
+        if not outputs:
+            raise ValueError(f"{CONFIG} names no target layers (target_layer_ids or aux_hidden_state_layer_ids)")
+        return [k + 1 for k in outputs]
+
+
+class DFlashDialect(BlockDialect):
+    method = "dflash"
+    architecture = "DFlashDraftModel"
+
+    def check(self, config: Config, tensors: Tensors, target: TargetSpec, layout: Format) -> list[str]:
+        reasons = super().check(config, tensors, target, layout)
+        if layout == "speculators" and len(set(config["causal"])) > 1:
+            reasons.append("the speculators layout has one causal switch for all layers; write the plain one")
+        return reasons
+
+    def encode(self, config: Config, tensors: Tensors, target: TargetSpec, layout: Format) -> Checkpoint:
+        found, causal = super().encode(config, tensors, target, layout), set(config["causal"])
+        mask = {"mask_token_id": config["mask_token_id"]}
+        if layout == "speculators":
+            method = mask | {"aux_hidden_state_layer_ids": list(config["aux_layers"]), "sample_from_anchor": False}
+            method["sliding_window_non_causal"] = causal == {False}  # of every layer, in spite of its name
+            return found._replace(method=found.method | method)
+        block = mask | {"target_layer_ids": [k - 1 for k in config["aux_layers"]]}
+        if len(causal) == 1:
+            block["causal"] = causal.pop()
+        return found._replace(method=found.method | {"dflash_config": block})
+
+    def decode(self, raw: Config, layout: Format, tensors: Tensors, target: TargetSpec) -> tuple[Config, Tensors]:
+        config, ours = super().decode(raw, layout, tensors, target)
+        self.check_shapes(config, ours, raw.get("draft_vocab_size") or target.vocab_size, target)
+        return config, ours
+
+    def _block_config(self, raw: Config, layout: Format) -> Config:
+        if layout == "plain":
+            return raw.get("dflash_config") or {}
+        return {"causal": not raw.get("sliding_window_non_causal", True)}  # vLLM makes its own dflash_config from these
+
+    def _layout(self, raw: Config, block: Config, layout: Format) -> str:
+        return "shifted" if block.get("sample_from_anchor", raw.get("sample_from_anchor", False)) else "infill"
+
+
+class DSparkDialect(BlockDialect):
+    """DSpark, and DFlash in the shifted layout: the same draft with a Markov head that adds nothing."""
+
+    method = "dspark"
+    architecture = "Qwen3DSparkModel"
+
+    def check(self, config: Config, tensors: Tensors, target: TargetSpec, layout: Format) -> list[str]:
+        reasons = super().check(config, tensors, target, layout)
+        if config["family"] == "dspark" and target.logit_softcap is not None and "lm_head.weight" not in tensors:
+            reasons.append(
+                f"it adds the Markov bias to logits without the soft-cap {target.logit_softcap:g} of this target's head"
+            )
+        return reasons
+
+    def notes(self, config: Config, num: int) -> list[str]:
+        notes = super().notes(config, num)
+        if config["family"] == "dflash":
+            notes.append(
+                "vLLM has no shifted dflash drafts: written as a dspark draft with a zero Markov head of rank 1"
+            )
+        return notes
+
+    def encode(self, config: Config, tensors: Tensors, target: TargetSpec, layout: Format) -> Checkpoint:
+        found = super().encode(config, tensors, target, layout)
+        if config["family"] == "dflash":
+            rows, dtype = found.method["draft_vocab_size"], tensors["norm.weight"].dtype
+            config = {**config, "markov_rank": 1, "confidence": False}
+            found.tensors["markov_head.markov_w1.weight"] = torch.zeros(target.vocab_size, 1, dtype=dtype)
+            found.tensors["markov_head.markov_w2.weight"] = torch.zeros(rows, 1, dtype=dtype)
+        aux = list(config["aux_layers"])
+        layers = (
+            {"aux_hidden_state_layer_ids": aux}
+            if layout == "speculators"
+            else {"target_layer_ids": [k - 1 for k in aux]}
+        )
+        method = layers | {
+            "mask_token_id": config["mask_token_id"],
+            "sample_from_anchor": config["layout"] == "shifted",
+            "markov_rank": config["markov_rank"],
+            "markov_head_type": "vanilla",
+            "enable_confidence_head": config["confidence"],
+            "confidence_head_with_markov": config["confidence"],
+        }
+        causal = set(config["causal"])
+        usual = config["causal"] == [kind == SLIDING for kind in config["layer_types"]]
+        extra = {} if usual else {"dflash_config": {"causal": causal.pop()}}
+        return found._replace(method=found.method | method, layer_only=extra)
+
+    def decode(self, raw: Config, layout: Format, tensors: Tensors, target: TargetSpec) -> tuple[Config, Tensors]:
+        kind = raw.get("markov_head_type", "vanilla")
+        if kind != "vanilla" or "markov_rank" not in raw:
+            raise ValueError(
+                f"markov_head_type {kind!r}, markov_rank {raw.get('markov_rank')}: only vanilla heads exist here"
+            )
+        config, ours = super().decode(raw, layout, tensors, target)
+        weight, bias = "confidence_head.proj.weight", "confidence_head.proj.bias"
+        config |= {
+            "markov_rank": raw["markov_rank"],
+            "confidence": bool(raw.get("enable_confidence_head")) and weight in ours,
+        }
+        if not config["confidence"]:  # a server drops a head that is not switched on
+            ours = {name: tensor for name, tensor in ours.items() if name not in (weight, bias)}
+        elif not raw.get("confidence_head_with_markov", False):  # it reads the state alone: no weight on the rest
+            ours[weight] = torch.nn.functional.pad(ours[weight], (0, raw["markov_rank"]))
+        self.check_shapes(config, ours, raw.get("draft_vocab_size") or target.vocab_size, target)
+        if raw.get(MARK, {}).get("family") == "dflash":
+            for name in ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight"):
+                if ours.pop(name).any():
+                    raise ValueError(f"{name} of a dflash draft must be zero")
+            del config["markov_rank"], config["confidence"]
+            config["family"] = "dflash"
+        return config, ours
+
+    def _layout(self, raw: Config, block: Config, layout: Format) -> str:
+        return "shifted" if raw.get("sample_from_anchor", layout == "plain") else "infill"
+
+
+def _attention(raw: Config, block: Config, num_layers: int) -> tuple[list[str], int | None]:
+    """(kind of each layer, window): vLLM's rule, in which use_swa rules where no layer is said to slide."""
+    types = list(raw.get("layer_types") or [])
+    if SLIDING not in types:
+        types = [SLIDING if block.get("use_swa") else "full_attention"] * num_layers
+    if SLIDING not in types:
+        return types, None
+    window = block.get("swa_window_size", raw.get("sliding_window"))
+    if window is None:
+        raise ValueError(f"{CONFIG} has {SLIDING} and lacks sliding_window")
+    return types, window
+
+
+def _refuse_unknown_blocks(raw: Config) -> None:
+    """Settings of other people's block drafts that change the computation and are not built here."""
+    block = raw.get("dflash_config") or {}
+    usual = {"is_neox_style": True, "logit_scale": 1.0, "use_aux_hidden_state": True, "attention_value_scale": None}
+    usual |= {"attention_sink_bias": False, "add_swa_attention_sink_bias": False}
+    for key, value in usual.items():
+        found = block.get(key, raw.get(key, value))
+        if found != value:
+            raise ValueError(f"{key} {found!r}: block drafts here have {value!r}")
+
+
 # One entry a method that vLLM serves.
-DIALECTS: dict[str, Dialect] = {"eagle3": Eagle3Dialect()}
+DIALECTS: dict[str, Dialect] = {"eagle3": Eagle3Dialect(), "dflash": DFlashDialect(), "dspark": DSparkDialect()}
+
+
+def dialect_for(config: Config) -> Dialect:
+    """The dialect in which a neutral config is served."""
+    shifted = config["family"] == "dflash" and config["layout"] == "shifted"
+    return dialect_of("dspark" if shifted else config["family"])
 
 
 def dialect_of(name: str) -> Dialect:

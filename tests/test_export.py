@@ -484,7 +484,7 @@ def test_only_an_earlier_export_is_replaced(target: Target, tmp_path: Path) -> N
     (tmp_path / "out.tmp" / "half").write_text("left by a killed export")
     write(draft, target, out, "speculators")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
-    assert sorted(p.name for p in out.iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(p.name for p in out.iterdir()) == ["README.md", "config.json", "model.safetensors"]
     (out / "notes.txt").write_text("mine")
     with pytest.raises(ValueError, match=r"holds notes\.txt"):
         write(draft, target, out)
