@@ -105,7 +105,8 @@ class Style:
 
     hidden_first: [hidden; embedding] goes into the projection, else [embedding; hidden].
     zero_first: the embedding beside position 0 is zero. before_norm: the first step is fed with the target's state
-    before its final norm. normed: the later steps are fed with the module's state after its own norm.
+    before its final norm. normed: the later steps are fed with the module's state after its own norm. block_type: model
+    type whose decoder layer the block is, None = the target's own.
     count: key of the target's config that says how many modules there are. layer: changes to the target's config that
     make its layers of the block's kind. copies: tensors of the module that are the target's own and are not read.
     architecture: the class name by which servers know that the module is there.
@@ -117,6 +118,7 @@ class Style:
     zero_first: bool = True
     before_norm: bool = False
     normed: bool = True
+    block_type: str | None = None
     layer: Mapping[str, Any] = field(default_factory=dict)
     copies: tuple[str, ...] = ("embed_tokens.weight", "shared_head.head.weight", "rotary_emb.inv_freq")
     most: int | None = None
@@ -163,14 +165,14 @@ _MIMO = Style(
     layer={"layer_types": "full_attention"},
     architecture="MiMoForCausalLM",
 )
-_ERNIE = Style(  # no norm in front of the head
+_ERNIE = Style(  # no norm in front of the head; RoPE turns halves, though the trunk's turns neighbours
     names={
         "embed_norm": "model.mtp_emb_norm.{i}",
         "hidden_norm": "model.mtp_hidden_norm.{i}",
         "proj": "model.mtp_linear_proj.{i}",
         "block": "model.mtp_block.{i}",
     },
-    layer={"moe_layer_start_index": 2**20, "moe_layer_end_index": 2**20},  # a dense layer, whatever the trunk is
+    block_type="llama",
     most=1,
 )
 STYLES: dict[str, Style] = {  # by the text config's model_type
@@ -204,13 +206,15 @@ def num_modules(target: TargetSpec) -> int:
 class Module(nn.Module):
     """Two norms, a projection, one decoder layer of the target's class, and (Ernie: not) a norm for the head."""
 
-    def __init__(self, core: nn.Module, index: int, style: Style, size: int, eps: float):
+    norm: nn.Module | None
+
+    def __init__(self, core: Any, index: int, style: Style, size: int, eps: float):
         super().__init__()
         norm = type(core.norm)
-        self.embed_norm = norm(size, eps=eps)
-        self.hidden_norm = norm(size, eps=eps)
+        self.embed_norm: nn.Module = norm(size, eps=eps)
+        self.hidden_norm: nn.Module = norm(size, eps=eps)
         self.proj = nn.Linear(2 * size, size, bias=False)
-        self.block = core.layers[index]  # type: ignore[index]
+        self.block: nn.Module = core.layers[index]
         self.norm = norm(size, eps=eps) if "norm" in style.names else None
         self.style = style
         words = inspect.signature(self.block.forward).parameters
@@ -269,8 +273,8 @@ def _attention(
     prefix, chain = slice(attention_mask.context), None
     if attention_mask.chain:
         chain = torch.stack(attention_mask.chain, 1)  # [N, s]
-    own = (None, None) if chain is None else (k[chain], v[chain])
-    out = chain_attention(q, k[prefix], v[prefix], *own, attention_mask.spans)
+    own_k, own_v = (None, None) if chain is None else (k[chain], v[chain])
+    out = chain_attention(q, k[prefix], v[prefix], own_k, own_v, attention_mask.spans)
     return out[None, ..., :value_width], None
 
 
@@ -328,7 +332,13 @@ class Rows:
         self.longest += most
 
 
-def _core(target: TargetSpec, style: Style, num: int) -> nn.Module:
+LAYER_SIZES = (
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "hidden_act", "rms_norm_eps"),
+    *("rope_parameters", "max_position_embeddings"),
+)  # what a dense layer needs to know, whatever its class
+
+
+def _core(target: TargetSpec, style: Style, num: int) -> Any:
     """transformers' decoder of the target's own kind with `num` layers of the kind that MTP blocks are."""
     from transformers import AutoConfig, AutoModel
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -343,6 +353,9 @@ def _core(target: TargetSpec, style: Style, num: int) -> nn.Module:
     values |= {"bos_token_id": None, "eos_token_id": None}
     values.pop("model_type", None)
     config = AutoConfig.for_model(target.model_type, **values)
+    if style.block_type is not None:
+        sizes = {key: getattr(config, key) for key in LAYER_SIZES} | {"head_dim": target.head_dim}
+        config = AutoConfig.for_model(style.block_type, **values | sizes)
     with torch.random.fork_rng(devices=[]):
         core = AutoModel.from_config(config, attn_implementation="sdpa")
     core.config._attn_implementation = ATTENTION
@@ -388,12 +401,13 @@ class Mtp(Draft):
             for name, parameter in self.named_parameters():
                 if name.endswith("bias"):
                     parameter.zero_()
-            if self.target_norm is not None:
-                for module in self.mtp:
-                    if module.norm is not None:
-                        self._set_gains(module.norm, self.target_norm)
+            for step in range(len(self.mtp)):
+                norm = self.module(step).norm
+                if norm is not None and self.target_norm is not None:
+                    self._set_gains(norm, self.target_norm)
 
-    def _set_gains(self, norm: nn.Module, gains: Tensor) -> None:
+    @staticmethod
+    def _set_gains(norm: Any, gains: Tensor) -> None:
         """Gains as the norm stores them: w, or w - 1 in families that multiply by 1 + w."""
         norm.weight.zero_()
         offset = norm(torch.ones_like(norm.weight))  # 0 for w, 1 for 1 + w

@@ -264,5 +264,5 @@ def _link(old: Path, new: Path) -> None:
 def sha256(tensor: Tensor) -> str:
     """Hash of a tensor's dtype, shape and bytes."""
     digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
-    digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -124,7 +124,8 @@ def _with_module(folder: Path, steps: int = 4, lr: float = 3e-3) -> Path:
     from draftsmith.models.target import Target, TargetConfig
 
     target = Target.load(TargetConfig(name=str(folder), dtype="float32", device="cpu"))
-    draft = Mtp(MtpConfig(init="new", ttt_steps=1, loss={"ce": 1.0}), target.spec)
+    settings: dict[str, Any] = {"init": "new", "ttt_steps": 1, "loss": {"ce": 1.0}}
+    draft = Mtp(MtpConfig(**settings), target.spec)
     target.bind(draft)
     generator = torch.Generator().manual_seed(2)
     draft.initialise(None, generator)
@@ -176,9 +177,9 @@ def _untaught(kind: str) -> PreTrainedModel:
 
 def _config(kind: str, sizes: dict[str, Any]) -> transformers.PreTrainedConfig:
     t = transformers
-    moe = {"moe_intermediate_size": 64, "num_experts_per_tok": 2}
+    moe: dict[str, Any] = {"moe_intermediate_size": 64, "num_experts_per_tok": 2}
     routed = moe | {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "topk_group": 1}
-    delta = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    delta: dict[str, Any] = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
     delta |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
     if kind == "llama":
         return t.LlamaConfig(**sizes)
@@ -191,19 +192,27 @@ def _config(kind: str, sizes: dict[str, Any]) -> transformers.PreTrainedConfig:
     if kind == "glm4_moe":
         return t.Glm4MoeConfig(**sizes, **routed, n_group=1)
     if kind == "deepseek_v3":
-        latent = {
+        latent: dict[str, Any] = {
             "q_lora_rank": 32,
             "kv_lora_rank": 32,
             "qk_rope_head_dim": 16,
             "qk_nope_head_dim": 16,
             "v_head_dim": 32,
+            "n_group": 2,
+            "topk_method": "noaux_tc",  # this and the next are keys that servers read
+            "scoring_func": "sigmoid",
         }
         own = {key: value for key, value in sizes.items() if key != "head_dim"} | {"num_key_value_heads": 4}
-        return t.DeepseekV3Config(**own, **routed, **latent, n_group=2, topk_method="noaux_tc")
+        return t.DeepseekV3Config(**own, **routed, **latent)
     own = {key: value for key, value in sizes.items() if key != "head_dim"}
     own |= {"num_attention_heads": 2, "num_key_value_heads": 1}  # heads of 32 without a key for it
     if kind == "ernie4_5":
-        experts = {"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1, "moe_layer_start_index": 1}
+        experts: dict[str, Any] = {
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_num_shared_experts": 1,
+            "moe_layer_start_index": 1,
+        }
         return t.Ernie4_5_MoeConfig(**own, **experts, moe_intermediate_size=64)
     assert kind == "mimo", kind
     return t.Qwen2Config(**own)

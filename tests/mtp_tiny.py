@@ -31,6 +31,7 @@ from torch import Tensor
 VOCAB, WIDTH, SIZES = 264, 64, {"max_position_embeddings": 512, "tie_word_embeddings": False}
 KINDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "deepseek_v3", "mimo", "glm4_moe", "ernie4_5")
 ZERO_FIRST = ("deepseek_v3", "mimo", "glm4_moe", "ernie4_5")  # the embedding beside position 0 is zero
+SERVED = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}  # DeepSeek keys that vLLM reads, transformers does not
 RIGHT_ONCE = ("glm4_moe", "mimo")  # the later steps are fed on another side of a norm than the first
 BEFORE_NORM = ("mimo",)  # the first step is fed with the target's state before its final norm
 SILENT = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")
@@ -95,7 +96,7 @@ def facts(kind: str, num_layers: int, index: int) -> tuple[dict[str, str], int, 
     if kind in ("deepseek_v3", "glm4_moe"):
         stem = f"model.layers.{num_layers + index}"
         parts = {"enorm": f"{stem}.enorm", "hnorm": f"{stem}.hnorm", "proj": f"{stem}.eh_proj"}
-        extra = {"topk_method": "noaux_tc"} if kind == "deepseek_v3" else {}
+        extra = SERVED if kind == "deepseek_v3" else {}
         keys = {"num_nextn_predict_layers": index + 1} | extra
         return parts | {"norm": f"{stem}.shared_head.norm", "block": stem}, 2, keys
     if kind == "mimo":

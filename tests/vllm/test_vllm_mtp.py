@@ -59,7 +59,8 @@ def tune(kind: str, folder: Path, modules: Modules = "first", num_modules: int =
     if num_modules > 1:
         settings.num_nextn_predict_layers = num_modules
     if kind == "deepseek_v3":
-        settings.topk_method = "noaux_tc"  # else vLLM has no home for the gate's bias
+        for key, value in mtp_tiny.SERVED.items():
+            setattr(settings, key, value)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         model = transformers.AutoModelForCausalLM.from_config(settings).float()
