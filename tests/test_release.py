@@ -41,7 +41,7 @@ KEYS = {
     "eagle3": {"draft_vocab": 64, "aux_layers": (1, 2, 3)},
     "dflash": {"mask_token_id": 263, "layout": "infill", "block_len": 4, "num_layers": 1, "aux_layers": (1, 2)},
     "dspark": {
-        "mask_token_id": 263, "layout": "shifted", "block_len": 4, "num_layers": 1, "aux_layers": (1, 2), "markov_rank": 8,
+        "mask_token_id": 263, "layout": "shifted", "block_len": 3, "num_layers": 1, "aux_layers": (1, 2), "markov_rank": 8,
     },
 }  # fmt: skip
 FAMILIES = [name for name in KEYS if name in export.DIALECTS]
