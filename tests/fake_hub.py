@@ -22,13 +22,31 @@ import json
 import re
 import socket
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
+import huggingface_hub
+import pytest
 import yaml
+from huggingface_hub import constants
 
 TOKEN = "hf_" + "Test" * 8  # put together here: no file of this project holds something that looks like a secret
+
+
+@contextmanager
+def online(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """huggingface_hub with a network, the plain HTTP transfer and no waiting between retries."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    huggingface_hub.utils.disable_progress_bars()
+    yield
+    huggingface_hub.utils.enable_progress_bars()
+    huggingface_hub.close_session()
 
 
 class FakeHub(ThreadingHTTPServer):

@@ -7,7 +7,7 @@ import socket
 
 import huggingface_hub
 import pytest
-from fake_hub import TOKEN, FakeHub
+from fake_hub import TOKEN, FakeHub, online
 from huggingface_hub import HfApi, constants
 
 from draftsmith.eval import hub
@@ -22,20 +22,13 @@ CARD = "---\nlicense: mit\nbase_model:\n- some-org/target\n---\n\n# A draft\n"
 
 
 @pytest.fixture
-def online(monkeypatch):
-    """huggingface_hub with a network, the plain HTTP transfer and no waiting between retries."""
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    huggingface_hub.utils.disable_progress_bars()
-    yield
-    huggingface_hub.utils.enable_progress_bars()
-    huggingface_hub.close_session()
+def network(monkeypatch):
+    with online(monkeypatch):
+        yield
 
 
 @pytest.fixture
-def server(online):
+def server(network):
     with FakeHub() as found:
         yield found
 
@@ -199,7 +192,7 @@ def test_a_namespace_of_others_is_refused_by_the_hub_and_explained(folder, serve
         push(folder, "not-mine/draft", message="a draft", token=TOKEN, endpoint=server.url)
 
 
-def test_a_server_that_is_not_there(folder, online):
+def test_a_server_that_is_not_there(folder, network):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"

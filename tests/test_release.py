@@ -16,7 +16,7 @@ import pytest
 import torch
 import transformers
 import yaml
-from fake_hub import TOKEN, FakeHub
+from fake_hub import TOKEN, FakeHub, online
 from huggingface_hub import ModelCard
 from tiny import randomise_norms, save_target, target_model, tokenizer
 
@@ -24,7 +24,7 @@ from draftsmith.data.batches import DataConfig
 from draftsmith.eval.acceptance import Counts, EvalConfig, acceptance_object
 from draftsmith.eval.card import ReleaseConfig, is_generated, mode, seal
 from draftsmith.eval.certify import tensors_sha256
-from draftsmith.eval.hub import Private
+from draftsmith.eval.hub import Private, push
 from draftsmith.eval.release import NotReady, public, release
 from draftsmith.eval.schedule import read_calibration, write_calibration
 from draftsmith.models import export
@@ -568,6 +568,21 @@ def server():
     with FakeHub() as found:
         found.models.add(PUBLIC)
         yield found
+
+
+@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # see tests/test_hub.py
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_draft_of_every_family_arrives_as_it_was_exported(tmp_path, target, server, monkeypatch, name):
+    draft = draft_of(target, name)
+    found = release(run_of(tmp_path / "run", draft), draft, target.spec, recipe_of(draft), repo_id="my-org/my-draft")
+    with online(monkeypatch):
+        push(found.folder, "my-org/my-draft", message="a draft", base_model=PUBLIC, token=TOKEN, endpoint=server.url)
+    sent = server.repos["my-org/my-draft"]["main"]
+    assert sent == {path.name: path.read_bytes() for path in found.folder.iterdir()}
+    for file, content in sent.items():
+        (tmp_path / "got").mkdir(exist_ok=True)
+        (tmp_path / "got" / file).write_bytes(content)
+    assert tensors_sha256(export.load(tmp_path / "got")) == tensors_sha256(export.load(found.folder))
 
 
 def draftsmith(trained, server, *arguments):
