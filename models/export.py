@@ -51,7 +51,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from draftsmith.models import mtp, mtp_checkpoint
+from draftsmith.models import mtp_checkpoint
 from draftsmith.models.draft import (
     DRAFT_JSON,
     Batch,
@@ -203,13 +203,11 @@ def write_into_target(draft: Draft, target: TargetSpec, out: Path, num_speculati
 
     There is no draft folder to serve: `out` is a whole target. Tensors keep the dtype that they had.
     """
-    assert isinstance(draft, mtp.Mtp)
     config, tensors = draft.neutral()
-    source = mtp_checkpoint.Checkpoint.open(draft.config.checkpoint or target.name, target.revision)
-    num = num_speculative_tokens or config["ttt_steps"]
-    about = {"family": config["family"], "num_speculative_tokens": num, "training": config["training"]}
-    about["training"] = {**about["training"], "checkpoint": None}
-    mtp_checkpoint.write(source, tensors, draft.config_keys(), about, out)
+    training, num = config["training"], num_speculative_tokens or config["ttt_steps"]
+    source = mtp_checkpoint.Checkpoint.open(training["checkpoint"] or target.name, target.revision)
+    about = {"family": config["family"], "num_speculative_tokens": num, "training": training | {"checkpoint": None}}
+    mtp_checkpoint.write(source, tensors, config["target_keys"], about, out)
     found = mtp_checkpoint.Checkpoint.open(str(out)).read(tensors)
     name = first_difference({n: mtp_checkpoint.stored(t, found[n].dtype) for n, t in tensors.items()}, found)
     if name is not None:
@@ -370,7 +368,7 @@ def load(folder: Path, target: TargetSpec | None = None, embedding: Tensor | Non
     folder = Path(folder)
     if (folder / DRAFT_JSON).is_file():
         return load_draft(folder, target)
-    if target is not None and (inside := mtp.in_checkpoint(folder, target)) is not None:
+    if target is not None and (inside := family(IN_TARGET).from_target(folder, target)) is not None:
         return inside
     config, tensors = read(folder, target, embedding)
     cls = family(config["family"])
@@ -922,6 +920,7 @@ class BlockDialect(Dialect):
         num_layers = raw.get("num_hidden_layers", 1)
         types, window = _attention(raw, block, num_layers)
         causal = raw.get("is_causal", block.get("causal"))
+        written = [kind == SLIDING for kind in raw.get("layer_types") or [""] * num_layers]  # without use_swa
         mask = block.get("mask_token_id", raw.get("mask_token_id"))
         missing = [
             key for key, value in (("block_size", raw.get("block_size")), ("mask_token_id", mask)) if value is None
@@ -938,7 +937,7 @@ class BlockDialect(Dialect):
             "mask_token_id": mask,
             "sliding_window": window,
             "layer_types": types,
-            "causal": [kind == SLIDING if causal is None else bool(causal) for kind in types],
+            "causal": written if causal is None else [bool(causal)] * num_layers,
         }
         ours = {name: tensor for name, tensor in tensors.items() if not name.endswith(NOT_THE_DRAFTS)}
         kept = absolute(tensors, target.vocab_size)

@@ -18,18 +18,28 @@ from typing import Any
 
 import pytest
 import torch
+from exported import (
+    LAYOUTS,
+    PROMPT,
+    edit,
+    foreign,
+    initialised,
+    proposal,
+    reload,
+    served_config,
+    target_of,
+    write,
+)
 from safetensors.torch import load_file, save_file
-from tiny import randomise_norms, target_model, tokenizer
+from tiny import randomise_norms
 from torch import Tensor
 from transformers import AutoConfig
 
 from draftsmith.models import export
-from draftsmith.models.draft import Captured, Draft, TokenStats, save_draft
+from draftsmith.models.draft import Draft, save_draft
 from draftsmith.models.eagle3 import Eagle3
-from draftsmith.models.sampling import Sampler
-from draftsmith.models.target import Target, TargetConfig
+from draftsmith.models.target import Target
 
-LAYOUTS = ("plain", "speculators")
 REDUCED = {"draft_vocab": 64}
 VARIANTS: dict[str, dict[str, Any]] = {
     "full vocabulary": {},
@@ -40,56 +50,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def target_of(kind: str = "llama", name: str = "org/tiny", **config: Any) -> Target:
-    return Target(target_model(kind, **config), tokenizer(), TargetConfig(name=name, dtype="float32"))
-
-
-def draft_of(target: Target, **keys: Any) -> Eagle3:
+def draft_of(target: Target, **keys: Any) -> Draft:
     """An EAGLE-3 draft with random weights and norms, bound to the target."""
-    draft = Eagle3(Eagle3.Config(**keys), target.spec)
-    draft.bind(target.embedding, target.head)
-    counts = torch.arange(target.spec.vocab_size) % 50
-    nothing = torch.zeros(0, dtype=torch.int64)
-    stats = TokenStats(counts, nothing.view(0, 2), nothing)
-    draft.initialise(stats, torch.Generator().manual_seed(0))
+    draft = initialised(Eagle3(Eagle3.Config(**keys), target.spec), target)
     randomise_norms(draft)
     return draft.eval()
-
-
-def write(draft: Draft, target: Target, out: Path, layout: str = "plain", dtype: str = "float32", **more: Any) -> Path:
-    export.write(draft, target.spec, out, layout, dtype, **more)
-    return out
-
-
-def reload(out: Path, target: Target) -> Draft:
-    draft = export.load(out, target.spec, target.embedding)
-    draft.bind(target.embedding, target.head)
-    return draft.eval()
-
-
-def proposal(draft: Draft, target: Target) -> tuple[Tensor, Tensor]:
-    """(ids, probabilities) that the draft offers after a short prompt, with a fixed seed."""
-    ids = torch.tensor([[72, 101, 108, 108, 111]])
-    states = target.forward(ids, needs=draft.needs)
-    captured = Captured(states.features, states.last_hidden, torch.tensor([5]))
-    sampler = Sampler(temperature=1.0, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        offered = draft.propose(draft.start(1, 32), torch.tensor([[101, 108, 108, 111, 33]]), captured, 3, sampler)
-    return offered.ids, offered.probs
-
-
-def served_config(out: Path) -> dict[str, Any]:
-    """The config as a server sees it: the layers' keys at the top."""
-    return export.flatten(json.loads((out / "config.json").read_text()), out)[1]
-
-
-def edit(out: Path, change: Callable[[dict[str, Any], dict[str, Tensor]], Any]) -> Path:
-    """Change config and tensors of an export in place."""
-    config, tensors = json.loads((out / "config.json").read_text()), load_file(out / "model.safetensors")
-    change(config, tensors)
-    (out / "config.json").write_text(json.dumps(config))
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    return out
 
 
 @pytest.fixture(scope="module")
@@ -320,17 +285,6 @@ def test_the_head_has_the_vocabulary_of_its_own_config(target: Target, tmp_path:
 
 
 # -- other people's files --------------------------------------------------------------------------------------------
-def foreign(out: Path, target: Target, draft: Draft, change: Callable[..., Any], layout: str = "plain") -> Path:
-    """An export stripped of our own key, then changed into somebody else's spelling."""
-    write(draft, target, out, layout)
-
-    def strip(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        del config["draftsmith"]
-        change(config, tensors)
-
-    return edit(out, strip)
-
-
 def test_a_plain_file_in_eagles_own_spelling_is_read(target: Target, tmp_path: Path) -> None:
     """Architecture of the target, ids in eagle_config only, embedding included, no head_dim, one theta."""
     draft = draft_of(target, aux_layers=(1, 2, 4), **REDUCED)
@@ -495,9 +449,6 @@ def test_only_an_earlier_export_is_replaced(target: Target, tmp_path: Path) -> N
 
 
 # -- training, runtime and export on one prompt ----------------------------------------------------------------------
-PROMPT = [72, 101, 108, 108, 111]
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_training_runtime_and_export_agree(target: Target, tmp_path: Path, layout: str, dtype: str) -> None:
