@@ -298,6 +298,11 @@ class Draft(nn.Module):
         raise NotImplementedError
 
     @classmethod
+    def from_target(cls, folder: Path, target: TargetSpec) -> Draft | None:
+        """The draft that a target's own checkpoint holds, None when it holds none. folder: its files, or target.name."""
+        return None
+
+    @classmethod
     def from_neutral(cls, config: dict[str, Any], tensors: dict[str, Tensor], target: TargetSpec) -> Draft:
         """The inverse of neutral()."""
         raise NotImplementedError
@@ -322,15 +327,21 @@ def family(name: str) -> type[Draft]:
     return found[0]
 
 
-def save_draft(draft: Draft, folder: Path, extra: Mapping[str, Any] | None = None) -> None:
+def save_draft(
+    draft: Draft,
+    folder: Path,
+    extra: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
+) -> None:
     """Write the draft folder: `draft.json` and `draft.safetensors` (trainable tensors and buffers, fp32 as trained).
 
-    Written under a temporary name, flushed and renamed, so a folder is complete or absent.
+    tensors: the state dict, where the draft itself does not stand whole in this process. Written under a temporary name, flushed and renamed, so a folder is complete or absent.
     """
     folder = Path(folder)
     temporary = folder.with_name(folder.name + ".tmp")
     temporary.mkdir(parents=True, exist_ok=True)
-    tensors = {name: t.detach().cpu().contiguous() for name, t in draft.state_dict().items()}
+    tensors = draft.state_dict() if tensors is None else tensors
+    tensors = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
     save_file(tensors, temporary / DRAFT_TENSORS, metadata={"format": "pt"})
     about = {
         "format": FORMAT,

@@ -920,7 +920,9 @@ class BlockDialect(Dialect):
         num_layers = raw.get("num_hidden_layers", 1)
         types, window = _attention(raw, block, num_layers)
         causal = raw.get("is_causal", block.get("causal"))
-        written = [kind == SLIDING for kind in raw.get("layer_types") or [""] * num_layers]  # without use_swa
+        written = [
+            kind == SLIDING for kind in raw.get("layer_types") or [""] * num_layers
+        ]  # use_swa changes nothing here
         mask = block.get("mask_token_id", raw.get("mask_token_id"))
         missing = [
             key for key, value in (("block_size", raw.get("block_size")), ("mask_token_id", mask)) if value is None

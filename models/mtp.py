@@ -708,10 +708,15 @@ class Mtp(Draft):
 
     # -- export ------------------------------------------------------------------------------------------------
     def neutral(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """config: family, modules, ttt_steps, training; tensors under the checkpoint's own names. There is no format
-        of its own: models/export.py puts them back into the target's checkpoint."""
+        """config: family, ttt_steps, training, and target_keys, what the target's config must say so that servers find
+        the module; tensors under the checkpoint's own names. There is no format of its own: models/export.py puts them
+        back into the target's checkpoint."""
         config = self.config.model_dump(mode="json")
-        about = {"family": "mtp", "modules": config["modules"], "ttt_steps": config["ttt_steps"], "training": config}
+        keys: dict[str, Any] = {}
+        if self.config.init == "new":
+            keys = {self.style.count: len(self.mtp)}
+            keys |= {"architectures": [self.style.architecture]} if self.style.architecture else {}
+        about = {"family": "mtp", "ttt_steps": config["ttt_steps"], "training": config, "target_keys": keys}
         return about, self.checkpoint_tensors()
 
     @classmethod
@@ -720,31 +725,21 @@ class Mtp(Draft):
         draft.load_named(tensors, target.name)
         return draft
 
-    def config_keys(self) -> dict[str, Any]:
-        """What the target's config must say so that servers find the module."""
-        if self.config.init == "checkpoint":
-            return {}
-        keys: dict[str, Any] = {self.style.count: len(self.mtp)}
-        return keys | ({"architectures": [self.style.architecture]} if self.style.architecture else {})
-
-
-def in_checkpoint(folder: Path, target: TargetSpec) -> Mtp | None:
-    """The module that a target's folder holds (an export of ours, or a target as it came); None when it holds none.
-
-    The target's own name stands for its files, wherever they are.
-    """
-    itself = str(folder) == target.name
-    if target.model_type not in STYLES or not (itself or (folder / "config.json").is_file()):
-        return None
-    style = style_of(target)
-    source = Checkpoint.open(str(folder), target.revision if itself else None)
-    if not source.names(name + "." for name in checkpoint_names(style, target, 0).values()):
-        return None
-    report = folder / REPORT
-    training = json.loads(report.read_text(encoding="utf-8"))["training"] if report.is_file() else {}
-    draft = Mtp(MtpConfig(**{**training, "init": "checkpoint", "checkpoint": str(folder)}), target)
-    draft.load_checkpoint(source)
-    return draft
+    @classmethod
+    def from_target(cls, folder: Path, target: TargetSpec) -> Mtp | None:
+        """The module in an export of ours, or in a target as it came."""
+        itself = str(folder) == target.name
+        if target.model_type not in STYLES or not (itself or (folder / "config.json").is_file()):
+            return None
+        style = style_of(target)
+        source = Checkpoint.open(str(folder), target.revision if itself else None)
+        if not source.names(name + "." for name in checkpoint_names(style, target, 0).values()):
+            return None
+        report = folder / REPORT
+        training = json.loads(report.read_text(encoding="utf-8"))["training"] if report.is_file() else {}
+        draft = cls(MtpConfig(**{**training, "init": "checkpoint", "checkpoint": str(folder)}), target)
+        draft.load_checkpoint(source)
+        return draft
 
 
 # -- names of the checkpoint -----------------------------------------------------------------------------------------

@@ -140,11 +140,9 @@ class Target:
         if source is not None and config.revision is not None:
             raise ValueError(f"target.revision: {config.revision!r} has no effect, {config.name} is local; remove it")
         where = {"pretrained_model_name_or_path": str(source or config.name), "revision": config.revision or "main"}
-        tokenizer = _load_tokenizer(where, config)
-        if config.ends_only:
-            return cls(_load_ends(where, config, _device(config.device)), tokenizer, config, source)
-        model: Any = _load_model(where, config)
-        return cls(model.to(_device(config.device)), tokenizer, config, source)
+        device = _device(config.device)
+        model: Any = _load_ends(where, config, device) if config.ends_only else _load_model(where, config).to(device)
+        return cls(model, _load_tokenizer(where, config), config, source)
 
     # -- what drafts bind to --------------------------------------------------------------------------------------
     @property

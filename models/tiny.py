@@ -119,13 +119,12 @@ def _with_module(folder: Path, steps: int = 4, lr: float = 3e-3) -> Path:
     Four steps are enough for a good first proposal and bad later ones, the profile of pre-trained modules.
     """
     from draftsmith.models import mtp_checkpoint  # it reads tiny targets itself
-    from draftsmith.models.draft import Batch
-    from draftsmith.models.mtp import Mtp, MtpConfig
+    from draftsmith.models.draft import Batch, family
     from draftsmith.models.target import Target, TargetConfig
 
     target = Target.load(TargetConfig(name=str(folder), dtype="float32", device="cpu"))
     settings: dict[str, Any] = {"init": "new", "ttt_steps": 1, "loss": {"ce": 1.0}}
-    draft = Mtp(MtpConfig(**settings), target.spec)
+    draft = family("mtp")(family("mtp").Config(family="mtp", **settings), target.spec)
     target.bind(draft)
     generator = torch.Generator().manual_seed(2)
     draft.initialise(None, generator)
@@ -149,7 +148,8 @@ def _with_module(folder: Path, steps: int = 4, lr: float = 3e-3) -> Path:
         schedule.step()
     done = folder.with_name(folder.name + ".mtp")
     source = mtp_checkpoint.Checkpoint.open(str(folder))
-    mtp_checkpoint.write(source, draft.checkpoint_tensors(), draft.config_keys(), {}, done)
+    config, tensors = draft.neutral()
+    mtp_checkpoint.write(source, tensors, config["target_keys"], {}, done)
     (done / mtp_checkpoint.REPORT).unlink()  # it is a target here, not an export
     shutil.rmtree(folder)
     return done
