@@ -115,7 +115,7 @@ def write_report(run: Path, *, serve: str = "", recipe_text: str = "") -> Path:
 
     files = acceptance_files(run)
     certificate = read_json(run / "certificate.json")
-    speed = read_json(run / "speed.json")
+    speed, compared = read_json(run / "speed.json"), read_json(run / "compare.json")
     provenance = read_json(run / "provenance.json") or {}
     source = (Path(__file__).parent / "report.html.j2").read_text(encoding="utf-8")
     page = jinja2.Environment(autoescape=True).from_string(source)
@@ -131,9 +131,25 @@ def write_report(run: Path, *, serve: str = "", recipe_text: str = "") -> Path:
                 "rows": list(acceptance_rows(result)),
             }
             for stem, result in files.items()
+        ]
+        + [
+            {
+                "title": f"drafts compared on {name}",
+                "note": describe(next(iter(found.values()))),
+                "head": ["draft", *acceptance_head(next(iter(found.values())))[2:]],
+                "rows": [[draft, *next(iter(acceptance_rows(result)))[2:]] for draft, result in found.items()],
+            }
+            for name, found in (compared or {}).items()
         ],
         figures=[
-            svg for svg in (_survival_figure(files), _training_figure(read_metrics(run)), _speed_figure(speed)) if svg
+            svg
+            for svg in (
+                _survival_figure(files),
+                _svg(comparison_figure(compared)) if compared else "",
+                _training_figure(read_metrics(run)),
+                _speed_figure(speed),
+            )
+            if svg
         ],
         proof=proof_lines(certificate),
         serve=serve,
@@ -198,6 +214,24 @@ def _survival_figure(files: Mapping[str, Any]) -> str:
     axes.set_xticks(range(1, len(result["survival"]) + 1))
     axes.legend(frameon=False, fontsize=8)
     return _svg(figure)
+
+
+def comparison_figure(compared: Mapping[str, Mapping[str, Any]]) -> Any:
+    """Survival by slot of several drafts, a panel for each prompt set. compared: {prompt set: {draft: acceptance}}."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(1 + 4.4 * len(compared), 3.4), layout="constrained")
+    for axes, (name, found) in zip(figure.subplots(1, len(compared), squeeze=False)[0], compared.items(), strict=True):
+        for i, (draft, result) in enumerate(found.items()):
+            label = f"{draft}: acceptance length {result['acceptance_length']:.2f}"
+            slots = range(1, len(result["survival"]) + 1)
+            axes.plot(slots, result["survival"], "o-", color=COLOURS[i % len(COLOURS)], label=label, markersize=4)
+            axes.set_xticks(slots)
+        axes.set(title=name, xlabel="slot", ylabel="share of rounds", ylim=(0, 1))
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", alpha=0.25)
+        axes.legend(frameon=False, fontsize=8)
+    return figure
 
 
 def _training_figure(metrics: list[dict[str, Any]]) -> str:

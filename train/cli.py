@@ -169,12 +169,20 @@ def accept(
     server: Annotated[
         str | None, typer.Option(help="Measure a running vLLM server instead, e.g. http://host:8000.")
     ] = None,
+    against: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Another draft of the same target (run, step, draft or export), in one table; can be repeated."
+        ),
+    ] = None,
 ) -> None:
     """Measure acceptance per prompt kind and slot by decoding with the real target.
 
     Example: draftsmith accept tiny-eagle3 eval.num_prompts=2
+    Two drafts in one table and figure: draftsmith accept tiny-dspark --against runs/tiny-dflash
     """
-    result = _stages(recipe, overrides, out, smoke, json_, target, draft, prompts).accept(server=server)
+    stages = _stages(recipe, overrides, out, smoke, json_, target, draft, prompts)
+    result = stages.accept(server=server, against=against or ())
     if json_:
         _print_json(result)
 

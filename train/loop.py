@@ -31,7 +31,7 @@ from typing import Any, Literal, Protocol
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs, gather_object
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -65,6 +65,16 @@ class TrainConfig(OptimConfig):
     )
     ranks: int | None = Field(None, ge=1)  # ranks this run must have; null = as many as the launcher starts
     extend_from: str | None = None  # run or step folder whose last step this new run goes on from, with more steps
+    start_from: str | None = None  # folder of the draft whose weights are the first ones: run, step, draft or export
+
+    @model_validator(mode="after")
+    def _one_start(self) -> TrainConfig:
+        if self.extend_from is not None and self.start_from is not None:
+            raise ValueError(
+                f"extend_from {self.extend_from} goes on with a run, start_from {self.start_from} begins one with the "
+                "weights of a draft: give one of them"
+            )
+        return self
 
 
 class Source(Protocol):

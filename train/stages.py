@@ -56,9 +56,9 @@ from draftsmith.eval.acceptance import EvalConfig
 from draftsmith.eval.card import ReleaseConfig
 from draftsmith.eval.release import release
 from draftsmith.eval.runtime import Schedule
-from draftsmith.models import export
+from draftsmith.models import export, warm
 from draftsmith.models.blocks import choose_mask_token
-from draftsmith.models.draft import Draft, family
+from draftsmith.models.draft import DRAFT_JSON, Draft, family
 from draftsmith.models.target import Target, TargetConfig
 from draftsmith.recipes import Recipe
 from draftsmith.train.checkpoint import latest, read_best
@@ -371,7 +371,9 @@ class Stages:
         """The recipe's draft, bound to the target; its weights are not initialised yet."""
         config = self.recipe.draft
         if "mask_token_id" in type(config).model_fields and config.mask_token_id is None:
-            mask = choose_mask_token(self.target.tokenizer, self.target.spec)
+            mask = self._given_mask()
+            if mask is None:
+                mask = choose_mask_token(self.target.tokenizer, self.target.spec)
             self.say(f"draft     mask token {mask} {self.target.tokenizer.convert_ids_to_tokens(mask)!r}")
             config = config.model_copy(update={"mask_token_id": mask})
         draft = family(config.family)(config, self.target.spec)
@@ -402,9 +404,23 @@ class Stages:
             self.target.bind(draft)
             draft.initialise(None, torch.Generator())
         else:
-            draft = export.load(self.draft_folder(), self.target.spec, self.target.embedding)
-            self.target.bind(draft)
+            draft = self._load(self.draft_folder())
         return draft.to(self.target.device, self.target.dtype).eval()  # as servers run it
+
+    def _load(self, folder: Path) -> Draft:
+        draft = export.load(folder, self.target.spec, self.target.embedding)
+        self.target.bind(draft)
+        return draft
+
+    @property
+    def _start_from(self) -> str | None:
+        return self.recipe.train.start_from if "train" in self.recipe.sections else None
+
+    def _given_mask(self) -> int | None:
+        """The mask token of the block draft that training starts from."""
+        if self._start_from is None:
+            return None
+        return self._load(draft_in(Path(self._start_from))).config.model_dump().get("mask_token_id")
 
     # -- training ----------------------------------------------------------------------------------------------------
     def train(self) -> None:
@@ -422,6 +438,9 @@ class Stages:
         if reduced and draft.needs.last_hidden and latest(self.out) is None:
             stats = stats._replace(target_mass=target_mass(source, self.target))
         draft.initialise(stats, torch.Generator().manual_seed(config.seed))
+        if self._start_from is not None and latest(self.out) is None:
+            fresh = warm.take(draft, self._load(draft_in(Path(self._start_from))), self._start_from)
+            self.say(f"start     {self._start_from}" + (f"; fresh: {', '.join(fresh)}" if fresh else ""))
         draft.to(self.target.device)
         evaluate = self._evaluation(held_out)
         self.__dict__.pop("draft", None)
@@ -478,10 +497,21 @@ class Stages:
             raise ValueError(f"{self.prompts}: no prompt in it could be used")
         return {"prompts": (prompts[: config.num_prompts], kinds[: config.num_prompts])}
 
-    def accept(self, server: str | None = None) -> dict[str, Any]:
+    def accept(self, server: str | None = None, against: Sequence[str] = ()) -> dict[str, Any]:
         """Acceptance of every evaluation set; the first is the headline and goes to acceptance-METHOD.json, or to
-        acceptance-METHOD-before-training.json while the draft is one that the target brings along."""
+        acceptance-METHOD-before-training.json while the draft is one that the target brings along.
+
+        against: folders of further drafts, measured on the same prompts; a draft that started from another one is
+        compared with it. All of them go into one table, compare.json and compare.svg.
+        """
         config: EvalConfig = self.recipe.eval
+        others = self._others(against, server)
+        if not against and server is None and self._start_from is not None and config.schedule == "none":
+            try:
+                others = self._others([self._start_from], server)
+            except ValueError as problem:  # nobody asked for it
+                self.say(f"[yellow]not compared with where training started: {problem}[/yellow]")
+        compared: dict[str, dict[str, Any]] = {}
         results: dict[str, Any] = {}
         for index, (name, (prompts, kinds)) in enumerate(self._prompt_sets().items()):
             if server is not None:
@@ -503,8 +533,40 @@ class Stages:
             results[name] = found
             if advice:
                 self.say(f"[yellow]{advice}[/yellow]")
-        self.say(acceptance.acceptance_table(results))
-        return results
+            if others:
+                compared[name] = {self.recipe.name: found}
+            for label, draft in others.items():
+                with self._progress(f"accept {label}", len(prompts) * config.max_new_tokens, "tokens") as advance:
+                    compared[name][label], _ = acceptance.accept(self.target, draft, prompts, kinds, config, advance)
+                compared[name][label]["draft_sha256"] = certify.tensors_sha256(draft)
+        if not others:
+            self.say(acceptance.acceptance_table(results))
+            return results
+        self.say(
+            acceptance.acceptance_table({f"{d}, {s}": r for s, found in compared.items() for d, r in found.items()})
+        )
+        self._write("compare.json", compared)
+        report.comparison_figure(compared).savefig(self.out / "compare.svg", metadata={"Date": None})
+        self.say(f"compared  {self.out / 'compare.json'}; figure {self.out / 'compare.svg'}")
+        return results | {"against": {label: {s: compared[s][label] for s in compared} for label in others}}
+
+    def _others(self, folders: Sequence[str], server: str | None) -> dict[str, Draft]:
+        """The drafts to compare with, as servers run them, by the folders they were asked for."""
+        config: EvalConfig = self.recipe.eval
+        if folders and (server is not None or config.schedule != "none"):
+            raise ValueError("--against compares drafts in this runtime, without --server and with eval.schedule=none")
+        others: dict[str, Draft] = {}
+        for folder in folders:
+            draft = self._load(draft_in(Path(folder)))
+            others[folder] = draft.to(self.target.device, self.target.dtype).eval()
+        nums = {name: config.num_proposals(draft) for name, draft in ({self.recipe.name: self.draft} | others).items()}
+        if folders and len(set(nums.values())) > 1:
+            listed = ", ".join(f"{name} {num}" for name, num in nums.items())
+            raise ValueError(
+                f"--against: these drafts propose different numbers of tokens a round ({listed}), and acceptance lengths "
+                f"compare only at one; set eval.num_speculative_tokens={min(nums.values())}"
+            )
+        return others
 
     def certify(self) -> dict[str, Any]:
         config: EvalConfig = self.recipe.eval
@@ -817,6 +879,16 @@ class Stages:
         title = f"plan of {self.recipe.name}" + (" (this recipe was not run by us yet)" if self.recipe.not_run else "")
         self.say(planning.plan_table(found, title))
         return found
+
+
+def draft_in(folder: Path) -> Path:
+    """The draft that a folder stands for: of a run its best step, else its last; of a step its own; else the folder."""
+    best, last = read_best(folder), latest(folder)
+    if best is not None:
+        return folder / f"step-{best.step}" / "draft"
+    if last is not None:
+        return last.draft
+    return folder / "draft" if (folder / "draft" / DRAFT_JSON).is_file() else folder
 
 
 def hardware() -> str:
