@@ -313,6 +313,29 @@ def acceptance_table(results: Mapping[str, Mapping[str, Any]]) -> Table:
     return table
 
 
+def comparison_table(compared: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Table:
+    """Several drafts of one target, whole prompt sets only. compared: {prompt set: {draft: acceptance object}}."""
+    from rich.table import Table
+
+    first = next(iter(next(iter(compared.values())).values()))
+    how = "greedy" if first["temperature"] == 0 else f"temperature {first['temperature']}"
+    caption = (
+        f"{how}, at most {first['max_new_tokens']} new tokens, K={first['num_speculative_tokens']}; slots: survival"
+    )
+    table = Table(title="Drafts compared", caption=caption, title_justify="left", caption_justify="left")
+    table.add_column("prompts")
+    table.add_column("draft", overflow="fold")
+    for name in ("rounds", "acceptance length", *(f"slot {k}" for k in range(1, len(first["survival"]) + 1))):
+        table.add_column(name, justify="right")
+    for prompts, found in compared.items():
+        for i, (draft, result) in enumerate(found.items()):
+            slots = [f"{survival:.2f}" for survival in result["survival"]]
+            length = f"{result['acceptance_length']:.2f}"
+            table.add_row("" if i else prompts, draft, f"{result['num_rounds']:.0f}", length, *slots)
+        table.add_section()
+    return table
+
+
 # -- served ----------------------------------------------------------------------------------------------------------
 
 

@@ -539,12 +539,10 @@ class Stages:
                 with self._progress(f"accept {label}", len(prompts) * config.max_new_tokens, "tokens") as advance:
                     compared[name][label], _ = acceptance.accept(self.target, draft, prompts, kinds, config, advance)
                 compared[name][label]["draft_sha256"] = certify.tensors_sha256(draft)
+        self.say(acceptance.acceptance_table(results))
         if not others:
-            self.say(acceptance.acceptance_table(results))
             return results
-        self.say(
-            acceptance.acceptance_table({f"{d}, {s}": r for s, found in compared.items() for d, r in found.items()})
-        )
+        self.say(acceptance.comparison_table(compared))
         self._write("compare.json", compared)
         report.comparison_figure(compared).savefig(self.out / "compare.svg", metadata={"Date": None})
         self.say(f"compared  {self.out / 'compare.json'}; figure {self.out / 'compare.svg'}")
