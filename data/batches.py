@@ -80,6 +80,7 @@ class LiveRows:
         self.aux_layers = needs.aux_layers
         self.has_last_hidden = needs.last_hidden
         self.hidden_size = target.spec.hidden_size
+        self.kv_shapes = {k: target.kv_shape(k) for k in needs.target_kv_layers}
         self.dtype = DTYPES[config.dtype]
         self.device = target.device
 
@@ -214,11 +215,10 @@ def open_rows(
         if target is None:
             raise ValueError("rows without states need a target that computes them (data.source: live)")
         return LiveRows(data, target, needs, config)
-    if needs.target_kv_layers:
-        raise ValueError(f"{data.folder}: a cache holds no keys and values, the draft reads {needs.target_kv_layers}")
     for words, have, want in (
         ("aux layers", list(data.aux_layers), list(needs.aux_layers)),
         ("last hidden", data.has_last_hidden, needs.last_hidden),
+        ("keys and values of layers", list(data.kv_shapes), list(needs.target_kv_layers)),
     ):
         if have != want:
             raise ValueError(f"{data.folder}: {words} {have} in the cache, the draft needs {want}; capture again")
@@ -280,6 +280,12 @@ def pack(rows: Sequence[StoredRow], data: FeatureStore | LiveRows, seed: int = 0
     features = [row.features for row in rows if row.features is not None]
     last_hidden = [row.last_hidden for row in rows if row.last_hidden is not None]
     num_features = len(data.aux_layers) * width
+
+    def kv(layer: int, part: int) -> Tensor:
+        heads, head_dim = data.kv_shapes[layer]
+        joined = join([row.target_kv[layer][part] for row in rows], (0, heads, head_dim), data.dtype)
+        return joined.transpose(0, 1)  # [Hkv, T, E]
+
     return Batch(
         input_ids=join([row.input_ids for row in rows], (0,), torch.int64),
         loss_mask=join([row.loss_mask for row in rows], (0,), torch.bool),
@@ -287,6 +293,7 @@ def pack(rows: Sequence[StoredRow], data: FeatureStore | LiveRows, seed: int = 0
         bounds=(0, *accumulate(lengths)),
         features=join(features, (0, num_features), data.dtype) if data.aux_layers else None,
         last_hidden=join(last_hidden, (0, width), data.dtype) if data.has_last_hidden else None,
+        target_kv={layer: (kv(layer, 0), kv(layer, 1)) for layer in data.kv_shapes},
         row_ids=tuple(row.row_id for row in rows),
         seed=seed,
     )
@@ -298,6 +305,7 @@ def pinned(batch: Batch) -> Batch:
         tensor = getattr(batch, name)
         if tensor is not None:
             setattr(batch, name, tensor.pin_memory())
+    batch.target_kv = {layer: (k.pin_memory(), v.pin_memory()) for layer, (k, v) in batch.target_kv.items()}
     return batch
 
 

@@ -7,6 +7,7 @@ not depend on the number of ranks, nor on where an earlier capture was killed.
 from __future__ import annotations
 
 import hashlib
+import math
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -76,7 +77,7 @@ def describe(target: Target, needs: Needs, config: CaptureConfig, rows: Sequence
         "shard_tokens": config.shard_tokens,
         "batch_tokens": config.batch_tokens,
         "rows_sha256": checksum(rows),
-    }
+    } | ({"target_kv": [[k, *target.kv_shape(k)] for k in needs.target_kv_layers]} if needs.target_kv_layers else {})
 
 
 def capture(
@@ -107,7 +108,8 @@ def capture(
     mine = [index for index in range(len(shards)) if index % world == rank]
     sizes = {index: sum(len(rows[i].input_ids) for i in shards[index]) for index in mine}
     missing = [index for index in mine if not writer.has(index, config.verify)]
-    check_room(folder, sum(sizes[index] for index in missing), needs, target.spec.hidden_size, config)
+    kv_width = sum(2 * math.prod(target.kv_shape(k)) for k in needs.target_kv_layers)
+    check_room(folder, sum(sizes[index] for index in missing), needs, target.spec.hidden_size, config, kv_width)
     total = sum(sizes.values())
     done = total - sum(sizes[index] for index in missing)
     for index in missing:
@@ -129,16 +131,17 @@ def states_of(
 ) -> list[StoredRow]:
     """The rows with their target states, on `device`, in the cache's dtype. `where` stands in front of errors."""
     ids = [torch.tensor(row.input_ids, dtype=torch.int64) for row in rows]
-    captured = target.capture(ids, needs, max_batch_tokens=config.batch_tokens or 1)
+    captured = target.states(ids, needs, max_batch_tokens=config.batch_tokens or 1)
     dtype = DTYPES[config.dtype]
     stored = []
-    for row, tokens, (features, last_hidden) in zip(rows, ids, captured, strict=True):
+    for row, tokens, (features, last_hidden, target_kv) in zip(rows, ids, captured, strict=True):
         with_states = StoredRow(
             tokens.to(device),
             torch.tensor(row.loss_mask, dtype=torch.bool, device=device),
             None if features is None else features.to(device, dtype),
             None if last_hidden is None else last_hidden.to(device, dtype),
             row.id,
+            {layer: (k.to(device, dtype), v.to(device, dtype)) for layer, (k, v) in target_kv.items()},
         )
         check_states(with_states, needs.aux_layers, target.spec.hidden_size, where)
         stored.append(with_states)
@@ -158,11 +161,6 @@ def plan_shards(lengths: Sequence[int], shard_tokens: int) -> list[range]:
 
 def check_needs(target: Target, needs: Needs) -> None:
     """Refuse what a cache does not hold, and layers that the target does not have."""
-    if needs.target_kv_layers:
-        raise ValueError(
-            f"this draft reads the target's keys and values of layers {list(needs.target_kv_layers)}; features and "
-            "last hidden can be captured, keys and values cannot. Choose another draft.family"
-        )
     if not needs.aux_layers and not needs.last_hidden:
         raise ValueError("this draft needs neither aux layers nor the last hidden state: there is nothing to capture")
     target.needs_ok(needs)
@@ -191,16 +189,19 @@ def check_rows(rows: Sequence[Row], target: Target) -> None:
             )
 
 
-def check_room(folder: Path, num_tokens: int, needs: Needs, hidden_size: int, config: CaptureConfig) -> None:
-    """Refuse before any work a capture that cannot fit on the disk."""
-    needed = num_tokens * token_bytes(needs, hidden_size, config)
+def check_room(
+    folder: Path, num_tokens: int, needs: Needs, hidden_size: int, config: CaptureConfig, kv_width: int = 0
+) -> None:
+    """Refuse before any work a capture that cannot fit on the disk. kv_width: keys and values of a token, as numbers."""
+    needed = num_tokens * token_bytes(needs, hidden_size, config, kv_width)
     if needed > shutil.disk_usage(folder).free:
         raise disk_full(folder / "shards", needed)
 
 
-def token_bytes(needs: Needs, hidden_size: int, config: CaptureConfig) -> int:
+def token_bytes(needs: Needs, hidden_size: int, config: CaptureConfig, kv_width: int = 0) -> int:
     """Disk bytes of one token in a shard: states, id (int32) and loss mask."""
-    return (len(needs.aux_layers) + needs.last_hidden) * hidden_size * DTYPES[config.dtype].itemsize + 5
+    numbers = (len(needs.aux_layers) + needs.last_hidden) * hidden_size + kv_width
+    return numbers * DTYPES[config.dtype].itemsize + 5
 
 
 def checksum(rows: Iterable[Row]) -> str:

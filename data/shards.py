@@ -4,7 +4,8 @@
         key.json                  what determines the content; the folder's name carries its hash
         manifest-rank0.json       while a capture runs, one a rank: what is captured, and the shards that are complete
         manifest.json             written when every shard is there; the reader needs it
-        shard-00000.safetensors   features [S, A*D], last_hidden [S, D], input_ids, loss_mask [S], bounds [rows + 1]
+        shard-00000.safetensors   features [S, A*D], last_hidden [S, D], input_ids, loss_mask [S], bounds [rows + 1];
+                              keys.<layer> and values.<layer> [S, Hkv, E] for drafts that read the target's cache
         done.json                 the stage is finished, with its counts
 
 Every file is written under a temporary name, flushed and renamed, so it is complete or absent; a shard counts only
@@ -53,6 +54,7 @@ FIELDS = {
     "tokenizer_sha256": ("tokenizer hash", "target"),
     "aux_layers": ("aux layers", "draft.aux_layers"),
     "last_hidden": ("'has last hidden'", "draft"),
+    "target_kv": ("[layer, heads, width] of keys and values", "draft"),
     "norm": ("norm convention", None),
     "dtype": ("dtype", "data.capture.dtype"),
     "codec": ("codec", None),
@@ -66,7 +68,7 @@ class StoredRow(NamedTuple):
     """One row with its target states.
 
     input_ids: [T] int64; loss_mask: [T] bool; features: [T, A*D] or None without aux layers; last_hidden: [T, D] or
-    None. States have the cache's dtype.
+    None. States have the cache's dtype. target_kv: {layer: (keys [T, Hkv, E], values [T, Hkv, E])}, empty unless asked.
     """
 
     input_ids: Tensor
@@ -74,6 +76,7 @@ class StoredRow(NamedTuple):
     features: Tensor | None
     last_hidden: Tensor | None
     row_id: str
+    target_kv: Mapping[int, tuple[Tensor, Tensor]] = {}
 
 
 # -- stages: folders named by what determines their content ---------------------------------------------------------
@@ -332,7 +335,15 @@ def shard_bytes(rows: Sequence[StoredRow]) -> bytes:
         states = [getattr(row, name) for row in rows]
         if states[0] is not None:
             tensors[name] = torch.cat(states)
+    for layer in rows[0].target_kv:
+        for part, name in enumerate(kv_names(layer)):
+            tensors[name] = torch.cat([row.target_kv[layer][part] for row in rows])
     return save(tensors)
+
+
+def kv_names(layer: int) -> tuple[str, str]:
+    """Names of a target layer's keys and values in a shard."""
+    return f"keys.{layer}", f"values.{layer}"
 
 
 def num_labels(loss_mask: Tensor | Sequence[int]) -> int:
@@ -399,6 +410,11 @@ class FeatureStore:
         return self.manifest["last_hidden"]
 
     @property
+    def kv_shapes(self) -> dict[int, tuple[int, int]]:
+        """{target layer: (Hkv, E)} of the keys and values in the cache."""
+        return {layer: (heads, width) for layer, heads, width in self.manifest.get("target_kv", [])}
+
+    @property
     def dtype(self) -> torch.dtype:
         return DTYPES[self.manifest["dtype"]]
 
@@ -421,6 +437,7 @@ class FeatureStore:
             handle.get_slice("features")[start:end] if self.aux_layers else None,
             handle.get_slice("last_hidden")[start:end] if self.has_last_hidden else None,
             self.row_ids[index],
+            {k: tuple(handle.get_slice(name)[start:end] for name in kv_names(k)) for k in self.kv_shapes},
         )
         check_states(row, self.aux_layers, self.hidden_size, str(self.folder / shard_name(shard)))
         return row
@@ -453,6 +470,8 @@ class FeatureStore:
             expected["features"] = (total, len(self.aux_layers) * width)
         if self.has_last_hidden:
             expected["last_hidden"] = (total, width)
+        for layer, shape in self.kv_shapes.items():
+            expected |= dict.fromkeys(kv_names(layer), (total, *shape))
         if shapes != expected:
             raise ValueError(
                 f"{path}: tensors {shapes}, expected {expected} for rows {entry['rows'][0]!r} to "
@@ -492,3 +511,10 @@ def check_states(row: StoredRow, aux_layers: Sequence[int], hidden_size: int, wh
                 f"{states[position, column].item()}, not a number to train on; leave the row out or run the target "
                 "in another dtype (target.dtype)"
             )
+    for layer, pair in row.target_kv.items():
+        for name, states in zip(kv_names(layer), pair, strict=True):
+            if len(states) != num_tokens or not bool(states.isfinite().all()):
+                raise ValueError(
+                    f"{where}: row {row.row_id!r}: {name} must be {num_tokens} rows of finite numbers, got "
+                    f"{len(states)}; leave the row out or run the target in another dtype (target.dtype)"
+                )

@@ -177,6 +177,22 @@ class TargetCache(Cache):
         return [False] * self.num_layers
 
 
+class PassCache(TargetCache):
+    """Stands in for a cache in one pass over whole rows: keys and values of the `wanted` layers are held as they come."""
+
+    def __init__(self, batch_size: int, num_new: int, num_layers: int, device: torch.device, wanted: Sequence[int]):
+        super().__init__(batch_size, num_new, num_layers, device)
+        self.wanted = frozenset(wanted)
+        self.begin(num_new)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs
+    ) -> tuple[Tensor, Tensor]:
+        if layer_idx in self.wanted:
+            self._keys[layer_idx], self._values[layer_idx] = key_states, value_states
+        return key_states, value_states
+
+
 class State(NamedTuple):
     """Running state of one gated delta layer. conv: [B, C, kernel], its last inputs; recurrent: [B, H, Ek, Ev]."""
 

@@ -121,7 +121,10 @@ class Batch:
         def move(x: Tensor | None) -> Tensor | None:
             return None if x is None else x.to(device, non_blocking=True)
 
-        kv = {layer: (k.to(device), v.to(device)) for layer, (k, v) in self.target_kv.items()}
+        kv = {
+            layer: (k.to(device, non_blocking=True), v.to(device, non_blocking=True))
+            for layer, (k, v) in self.target_kv.items()
+        }
         return replace(
             self,
             input_ids=self.input_ids.to(device),

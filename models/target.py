@@ -16,7 +16,7 @@ import json
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -36,7 +36,7 @@ from transformers import (
 )
 
 from draftsmith.models import tiny
-from draftsmith.models.cache import HybridCache, TargetCache
+from draftsmith.models.cache import HybridCache, PassCache, TargetCache
 from draftsmith.models.draft import Draft, Needs, TargetSpec
 from draftsmith.models.gguf import PACKAGE, cache_root, gguf_file, unpacked
 from draftsmith.models.mtp_checkpoint import Checkpoint
@@ -81,12 +81,28 @@ class TargetConfig(BaseModel):
     device that the whole target does not fit."""
 
 
+KeysValues = dict[int, tuple[Tensor, Tensor]]
+"""{layer: (keys, values)} as they stand in the target's cache: after norms and RoPE."""
+
+
 @dataclass
 class TargetOutput:
-    """features: [B, N, A*D] in ascending aux layers, or None; last_hidden: [B, N, D], what goes into the head."""
+    """features: [B, N, A*D] in ascending aux layers, or None; last_hidden: [B, N, D], what goes into the head.
+
+    target_kv: [B, Hkv, N, E] each, of passes without a cache; with one, ask cache.keys_values.
+    """
 
     features: Tensor | None
     last_hidden: Tensor
+    target_kv: KeysValues = field(default_factory=dict)
+
+
+class States(NamedTuple):
+    """One row's states: features [T, A*D], last_hidden [T, D], target_kv [T, Hkv, E] each; None or empty if not asked."""
+
+    features: Tensor | None
+    last_hidden: Tensor | None
+    target_kv: KeysValues
 
 
 class Target:
@@ -193,12 +209,22 @@ class Target:
                 raise ValueError(
                     f"draft.aux_layers: {k} does not exist in {self.spec.name} with {last} layers; use 0..{last - 1}"
                 )
-        if needs.target_kv_layers:
-            raise ValueError(
-                f"draft needs keys and values of target layers {list(needs.target_kv_layers)}; not captured"
-            )
+        for k in needs.target_kv_layers:
+            self.kv_shape(k)
         if self._head.bias is not None:
             raise ValueError(f"{self.spec.name}: its head has a bias, which a draft's own head would lack")
+
+    def kv_shape(self, layer: int) -> tuple[int, int]:
+        """(Hkv, E) of a layer's keys; refused where a layer writes none of its own."""
+        attention = getattr(self.layers[layer], "self_attn", None) if 0 <= layer < self.num_layers else None
+        keys = getattr(attention, "k_proj", None)
+        if keys is None or REPLAYS in self.layer_kinds:
+            raise ValueError(
+                f"draft needs keys and values of target layer {layer}: {self.spec.name} has {self.num_layers} layers, and "
+                f"this one writes none of its own; use one that does"
+            )
+        width = int(getattr(attention, "head_dim", self.spec.head_dim))
+        return keys.out_features // width, width
 
     def logits(self, last_hidden: Tensor) -> Tensor:
         """The target's own head path, [..., D] -> [..., V], in the target's dtype: head, bias, soft-cap."""
@@ -229,8 +255,17 @@ class Target:
         if input_ids.device.type == "cpu":
             self.check_ids(input_ids)
         input_ids = input_ids.to(self.device)
-        if cache is None:
-            arguments: dict[str, Any] = {"use_cache": False}
+        whole = None  # holds keys and values where no cache does
+        if cache is None and needs.target_kv_layers:
+            whole = PassCache(*input_ids.shape, self.num_layers, self.device, needs.target_kv_layers)
+            positions = torch.arange(input_ids.shape[1], device=self.device).expand(input_ids.shape)
+            arguments: dict[str, Any] = {
+                self._cache_word: whole,
+                "use_cache": True,
+                "attention_mask": self._masks(whole, positions),
+            }
+        elif cache is None:
+            arguments = {"use_cache": False}
         else:
             real = lengths.tolist() if isinstance(lengths, Tensor) else lengths
             cache.begin(input_ids.shape[1], real)
@@ -249,7 +284,10 @@ class Target:
         ):
             last_hidden = self.core(input_ids=input_ids, **arguments).last_hidden_state
         features = torch.cat([states[k] for k in needs.aux_layers], -1) if needs.aux_layers else None
-        return TargetOutput(features, last_hidden)
+        if whole is None:
+            return TargetOutput(features, last_hidden)
+        whole.advance([input_ids.shape[1]] * len(input_ids))
+        return TargetOutput(features, last_hidden, {k: whole.keys_values(k) for k in needs.target_kv_layers})
 
     @contextmanager
     def _captured(self, aux_layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
@@ -345,20 +383,31 @@ class Target:
     def capture(
         self, rows: Sequence[Tensor | Sequence[int]], needs: Needs, max_batch_tokens: int = 8192
     ) -> list[tuple[Tensor | None, Tensor | None]]:
-        """(features [T, A*D], last hidden [T, D]) of every row, in the order given; None for what needs leaves out.
+        """(features [T, A*D], last hidden [T, D]) of every row, in the order given; see `states`."""
+        return [(found.features, found.last_hidden) for found in self.states(rows, needs, max_batch_tokens)]
+
+    def states(
+        self, rows: Sequence[Tensor | Sequence[int]], needs: Needs, max_batch_tokens: int = 8192
+    ) -> list[States]:
+        """What `needs` asks for of every row, in the order given.
 
         Rows of like length run together, padded on the right, at most max_batch_tokens at a time (padding included).
         """
         self.needs_ok(needs)
         ids = [torch.as_tensor(row, dtype=torch.int64) for row in rows]
-        found: list[tuple[Tensor | None, Tensor | None]] = [(None, None)] * len(ids)
+        found = [States(None, None, {})] * len(ids)
         for group in length_groups([len(row) for row in ids], max_batch_tokens):
             batch = nn.utils.rnn.pad_sequence([ids[i] for i in group], batch_first=True)
             out = self.forward(batch, needs=needs)
             for row, i in enumerate(group):
                 n = len(ids[i])
                 features = None if out.features is None else out.features[row, :n].clone()
-                found[i] = (features, out.last_hidden[row, :n].clone() if needs.last_hidden else None)
+                last_hidden = out.last_hidden[row, :n].clone() if needs.last_hidden else None
+                kv = {
+                    layer: (k[row, :, :n].transpose(0, 1).clone(), v[row, :, :n].transpose(0, 1).clone())
+                    for layer, (k, v) in out.target_kv.items()
+                }
+                found[i] = States(features, last_hidden, kv)
         return found
 
     @torch.inference_mode()

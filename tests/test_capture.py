@@ -69,9 +69,9 @@ class CountingTarget:
     def __getattr__(self, name):
         return getattr(self.target, name)
 
-    def capture(self, rows, *args, **kwargs):
+    def states(self, rows, *args, **kwargs):
         self.num_rows += len(rows)
-        return self.target.capture(rows, *args, **kwargs)
+        return self.target.states(rows, *args, **kwargs)
 
 
 # -- what is captured --------------------------------------------------------------------------------------------------
@@ -291,15 +291,15 @@ def test_progress_counts_the_tokens_of_this_rank_and_starts_where_it_went_on(tar
 # -- refusals ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_bad_states_are_refused_by_row_position_and_layer_and_not_written(target, tmp_path, monkeypatch, value):
-    real = target.capture
+    real = target.states
 
     def broken(rows, *args, **kwargs):
         found = real(rows, *args, **kwargs)
         if len(rows[0]) == 30:
-            found[0][0][11, 2 * 48 + 5] = value
+            found[0].features[11, 2 * 48 + 5] = value
         return found
 
-    monkeypatch.setattr(target, "capture", broken)
+    monkeypatch.setattr(target, "states", broken)
     with pytest.raises(ValueError, match=rf"shard-00003.safetensors: row 'row-5'.*position 11, aux layer 4 is {value}"):
         capture(ROWS, target, NEEDS, tmp_path, CONFIG)
     assert not (tmp_path / "shard-00003.safetensors").exists()
@@ -335,7 +335,7 @@ def test_rows_that_the_target_cannot_read_are_refused_before_any_work(target, tm
     ("needs", "message"),
     [
         (Needs((2, 6)), "draft.aux_layers: 6 is the output of the last of 6 layers"),
-        (Needs((2,), target_kv_layers=(0, 3)), r"keys and values of layers \[0, 3\].*cannot.*draft.family"),
+        (Needs((2,), target_kv_layers=(0, 6)), r"keys and values of target layer 6.*6 layers.*use one that does"),
         (Needs((), last_hidden=False), "nothing to capture"),
     ],
 )
