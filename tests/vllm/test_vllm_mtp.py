@@ -22,7 +22,7 @@ import torch
 import transformers
 from mtp_tiny import expected_rounds, make, prompts
 from served import GREEDY
-from tiny import randomise_norms, tokenizer
+from tiny import alphabet_rows, randomise_norms, teach, tokenizer
 
 from draftsmith.eval.runtime import decode, decode_plain
 from draftsmith.models import export
@@ -84,11 +84,11 @@ def tune(kind: str, folder: Path, modules: Modules = "first", num_modules: int =
     served.bind(found)
     found.initialise(None, torch.Generator())
     decoded = decode(served, found.eval(), starts, steps, GREEDY, TOKENS, ignore_eos=True, batch_size=len(starts))
-    one = case(f"tuned-{kind}-{modules}", out, "target", steps, prompts=starts)
+    one = case(f"tuned-{kind}-{modules}", out, "target", steps, prompts=starts, native_rope=kind == "deepseek_v3")
     return Tuned(one, [d.ids for d in decoded], [[list(r) for r in d.rounds] for d in decoded])
 
 
-def train(draft: Mtp, target: Target, rows: list[list[int]]) -> None:
+def train(draft: Mtp, target: Target, rows: list[list[int]], steps: int = TRAIN_STEPS) -> None:
     """A few steps on all rows at once."""
     states = torch.cat([last for _, last in target.capture(rows, draft.needs) if last is not None])
     bounds = torch.tensor([0, *map(len, rows)]).cumsum(0).tolist()
@@ -96,11 +96,34 @@ def train(draft: Mtp, target: Target, rows: list[list[int]]) -> None:
     positions = torch.cat([torch.arange(len(row)) for row in rows])
     batch = Batch(ids, torch.ones_like(ids, dtype=torch.bool), positions, tuple(bounds), last_hidden=states)
     optimizer = torch.optim.AdamW(draft.parameters(), lr=3e-3, weight_decay=0.0)
-    for _ in range(TRAIN_STEPS):
+    for _ in range(steps):
         loss = draft(batch, draft.counts(batch))["loss"].sum
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+
+
+def recover(folder: Path) -> list[dict[str, Any]]:
+    """Cases "damaged" and "recovered": a taught target with a module of noise, and the same after fine-tuning."""
+    place = folder / "taught"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(mtp_tiny.config("mimo", big=True)).float()
+    teach(model).save_pretrained(place)
+    tokenizer().save_pretrained(place)
+    target = load(place)
+    random = torch.Generator().manual_seed(3)
+    starts, held_out = (alphabet_rows(num, 6, random).tolist() for num in (12, 6))
+    answers = decode_plain(target, starts, GREEDY, 40, ignore_eos=True, batch_size=len(starts))
+    draft = Mtp(MtpConfig(init="new", init_std=0.1), target.spec)
+    target.bind(draft)
+    draft.initialise(None, torch.Generator().manual_seed(0))
+    cases = []
+    for name, steps in (("damaged", 0), ("recovered", 120)):
+        train(draft, target, [[*start, *one.ids] for start, one in zip(starts, answers, strict=True)], steps)
+        export.write(draft, target.spec, folder / name, num_speculative_tokens=NUM)
+        cases.append(case(name, folder / name, "target", prompts=held_out))
+    return cases
 
 
 def load(place: Path) -> Target:
@@ -126,7 +149,7 @@ def first_runner(vllm: Callable[..., Any], folder: Path, tuned: dict[str, Tuned]
         cases.append(case(f"{kind}-alone", places["embed"], None))
         cases += [tuned[kind].case, {**tuned[kind].case, "name": f"tuned-{kind}-alone", "draft": None}]
     place = make("glm4_moe", "embed", folder / "two-modules-first", big=True, num_modules=2)
-    return vllm([*cases, case("two-modules", place, "target", 2)])
+    return vllm([*cases, *recover(folder), case("two-modules", place, "target", 2)])
 
 
 @pytest.fixture(scope="session")
@@ -180,6 +203,18 @@ def test_vllm_accepts_round_by_round_what_our_runtime_accepts(
     accepted = {a for row in want.rounds for _, a in row}
     assert {0, NUM} <= accepted
     assert accepted & set(range(1, NUM))
+
+
+def test_a_damaged_module_recovers_in_vllm_from_under_30_to_over_90_percent(first_runner: dict[str, Any]) -> None:
+    survival = {}
+    for name in ("damaged", "recovered"):
+        result = first_runner[name]
+        assert result["error"] is None
+        survival[name] = [accepted / result["num_drafts"] for accepted in result["accepted_per_position"]]
+    print(survival)
+    assert sum(survival["damaged"]) / NUM < 0.3
+    assert min(survival["recovered"]) > 0.9
+    assert first_runner["damaged"]["ids"] == first_runner["recovered"]["ids"]
 
 
 def test_the_first_runner_takes_the_first_of_two_modules(first_runner: dict[str, Any]) -> None:
