@@ -6,7 +6,9 @@
         metrics.jsonl        one line per logged step (track.py)
         best.json            step, value and method of the best evaluation
         step-N/draft/        the draft after N updates (models/draft.py)
-        step-N/state/        what exact resume needs besides: optimizer.pt, loop.pt
+        step-N/state/        what exact resume needs besides: loop.pt, and optimizer.pt; or, where ranks hold parts of
+                             the optimizer state, optimizer-RANK-of-RANKS.pt: pieces of each tensor's state, which any
+                             number of ranks, and any strategy, reads back
         step-N/step.json     written last: the files of the step and their sizes
 
 A step is written under `.step-N.<run id>.tmp`, flushed and renamed. A step counts when every file its step.json lists
@@ -30,17 +32,19 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import yaml
 from safetensors.torch import load_file
+from torch import Tensor
 
 from draftsmith.models.draft import DRAFT_TENSORS, Draft, save_draft
-from draftsmith.train.optim import Optimizers
+from draftsmith.train.optim import Optimizers, Piece
 
 RECIPE, PROVENANCE, BEST, STEP, LOCK = "recipe.yaml", "provenance.json", "best.json", "step.json", ".lock"
 OPTIMIZER, LOOP = "state/optimizer.pt", "state/loop.pt"
+OPTIMIZER_PART = "state/optimizer-{rank}-of-{world}.pt"
 PACKAGES = ("draftsmith", "torch", "transformers", "accelerate", "safetensors", "datasets", "deepspeed")
 
 # what may change between the sittings of a run: nothing here moves a weight while all numbers are finite
@@ -53,6 +57,7 @@ FREE_KEYS = (
     "train.keep_last",
     "train.tracker",
     "train.ranks",
+    "train.strategy",
     "train.on_nonfinite",
 )
 
@@ -70,46 +75,118 @@ class Checkpoint:
         return self.folder / "draft"
 
 
-def save(run: Path, step: int, draft: Draft, optimizers: Optimizers, loop: Mapping[str, Any]) -> Checkpoint:
+class Ranks(Protocol):
+    """The ranks that write a step together."""
+
+    rank: int
+    world: int
+
+    def gather(self, value: str | None) -> list[str | None]:
+        """Every rank's value, on every rank."""
+        ...
+
+
+class Alone:
+    """The only process."""
+
+    rank, world = 0, 1
+
+    def gather(self, value: str | None) -> list[str | None]:
+        return [value]
+
+
+def save(
+    run: Path,
+    step: int,
+    draft: Draft,
+    optimizers: Optimizers,
+    loop: Mapping[str, Any],
+    *,
+    weights: Mapping[str, Tensor] | None = None,
+    ranks: Ranks | None = None,
+) -> Checkpoint:
     """Write step-N: everything that is saved is listed here. `loop` is what the loop itself carries (see loop.py).
 
-    Raises OSError, with the last good step untouched, when the disk is full or the folder is not ours to replace.
+    weights: the draft's state dict where it does not stand whole here. ranks: all of them call this; each writes its
+    part of a sharded optimizer state, rank 0 everything else. Raises OSError on every rank, with the last good step
+    untouched, when the disk is full or the folder is not ours to replace.
     """
+    ranks = ranks or Alone()
     run_id = provenance(run)["run_id"]
     final = run / f"step-{step}"
     temporary = run / f".step-{step}.{run_id}.tmp"
-    if final.exists() and _record(final).get("run_id") != run_id:
-        raise OSError(f"{final}: exists and was not written by this run (id {run_id}); move it away, or use --out")
-    try:
+    main = ranks.rank == 0
+
+    def begin() -> None:
+        if final.exists() and _record(final).get("run_id") != run_id:
+            raise _Taken(f"exists and was not written by this run (id {run_id}); move it away, or use --out")
         _clear(temporary)
         (temporary / "state").mkdir(parents=True)
-        save_draft(draft, temporary / "draft", extra={"step": step, "run_id": run_id})
-        torch.save(optimizers.state_dict(), temporary / OPTIMIZER)
+
+    def write_part() -> None:
+        part = OPTIMIZER_PART.format(rank=ranks.rank, world=ranks.world) if optimizers.sharded else OPTIMIZER
+        if main or optimizers.sharded:
+            torch.save(optimizers.state_dict(), temporary / part)
+            _flush_file(temporary / part)
+
+    def finish() -> None:
+        save_draft(draft, temporary / "draft", {"step": step, "run_id": run_id}, weights)
         torch.save({"step": step, **loop}, temporary / LOOP)
         files = {str(path.relative_to(temporary)): path.stat().st_size for path in _files(temporary)}
         _write_json(temporary / STEP, {"step": step, "run_id": run_id, "files": files})
         _flush(temporary)
-    except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
-        _clear(temporary)
-        good = latest(run)
-        kept = f"the last good step, {good.folder.name}, is untouched" if good else "no step was complete before"
-        raise OSError(f"{final}: saving failed ({error}); {kept}. Free some disk space and start again") from error
-    if final.exists():  # the same step again, after a resume from an earlier one
-        _delete_step(final, run_id)
-        if final.exists():
-            raise OSError(f"{final}: holds files that this run did not write; move them away and start again")
-    os.rename(temporary, final)
-    _flush_folder(run)
+        if final.exists():  # the same step again, after a resume from an earlier one
+            _delete_step(final, run_id)
+            if final.exists():
+                raise _Taken("holds files that this run did not write; move them away and start again")
+        os.rename(temporary, final)
+        _flush_folder(run)
+
+    for work, mine in ((begin, main), (write_part, True), (finish, main)):
+        problem: str | None = None
+        try:
+            if mine:
+                work()
+        except _Taken as error:
+            problem = str(error)
+        except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
+            good = latest(run)
+            kept = f"the last good step, {good.folder.name}, is untouched" if good else "no step was complete before"
+            problem = f"saving failed ({error}); {kept}. Free some disk space and start again"
+        problems = [text for text in ranks.gather(problem) if text is not None]
+        if problems:
+            if main:
+                _clear(temporary)
+            raise OSError(f"{final}: {problems[0]}")
     return Checkpoint(final, step)
+
+
+class _Taken(OSError):
+    """The place of a step holds what this run did not write."""
 
 
 def restore(checkpoint: Checkpoint, draft: Draft, optimizers: Optimizers) -> dict[str, Any]:
     """Put a step's weights and optimizer state back, in place; returns what the loop itself carries."""
     restore_weights(checkpoint, draft)
+    return restore_state(checkpoint, optimizers)
+
+
+def restore_state(checkpoint: Checkpoint, optimizers: Optimizers) -> dict[str, Any]:
+    """Put a step's optimizer state back, in place; returns what the loop itself carries.
+
+    The state may have been written by any number of ranks, under any strategy; every rank reads what it needs of it.
+    """
+    files = sorted((checkpoint.folder / OPTIMIZER).parent.glob("optimizer*.pt"))
+    pieces: dict[str, dict[str, list[Piece]]] = {}
+    for path in files:
+        for kind, states in torch.load(path, weights_only=True, map_location="cpu", mmap=True).items():
+            of_kind = pieces.setdefault(kind, {})
+            for name, piece in states.items():
+                of_kind.setdefault(name, []).append(piece)
     try:
-        optimizers.load_state_dict(torch.load(checkpoint.folder / OPTIMIZER, weights_only=True, map_location="cpu"))
+        optimizers.load_state_dict(pieces)
     except ValueError as error:
-        raise ValueError(f"{checkpoint.folder / OPTIMIZER}: {error}") from error
+        raise ValueError(f"{checkpoint.folder / 'state'}: {error}") from error
     return torch.load(checkpoint.folder / LOOP, weights_only=True, map_location="cpu")
 
 
@@ -396,10 +473,14 @@ def _remove_empty(folder: Path) -> None:
 def _flush(folder: Path) -> None:
     """Make files and their names reach the disk."""
     for path in _files(folder):
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
+        _flush_file(path)
     for path in [folder, *(p for p in folder.rglob("*") if p.is_dir())]:
         _flush_folder(path)
+
+
+def _flush_file(path: Path) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
 
 
 def _flush_folder(folder: Path) -> None:

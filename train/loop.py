@@ -4,8 +4,8 @@
     loss         L = sum over ranks and micro-batches of draft(batch, c)["loss"].sum
     gradient     dL/dw, reduced over ranks once per step; clipped; moved by the optimizers at lr_factor(step)
 
-DDP averages over ranks and accelerate divides by its accumulation steps; both are undone by `scale`, so packing,
-accumulation and ranks change nothing but rounding. Batches are a function of (seed, step), the schedule of the step,
+DDP, FSDP2 and ZeRO average over ranks and accelerate divides by its accumulation steps; both are undone by `scale`, so
+packing, accumulation, ranks and the strategy (strategy.py) change nothing but rounding. Batches are a function of (seed, step), the schedule of the step,
 so a resumed run is the uninterrupted run.
 """
 
@@ -19,7 +19,6 @@ import random
 import signal
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -32,14 +31,14 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs, gather_object
 from pydantic import Field, model_validator
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
 from draftsmith.models.draft import Batch, Draft, Term
 from draftsmith.train import checkpoint as folder
 from draftsmith.train.checkpoint import Best, Checkpoint
-from draftsmith.train.optim import OptimConfig, Optimizers, build, lr_factor
+from draftsmith.train.optim import OptimConfig, Optimizers, lr_factor
 from draftsmith.train.preflight import visible_devices_conflict
+from draftsmith.train.strategy import Spread, Strategy, asked, check_combination, plain_ranks, spread
 from draftsmith.train.track import MetricsFile, Tracker, View, choose, line, start_tracker
 
 COLLECTIVE_TIMEOUT = timedelta(hours=1)  # the other ranks wait this long while rank 0 evaluates
@@ -63,6 +62,7 @@ class TrainConfig(OptimConfig):
     on_nonfinite: Literal["stop", "skip"] = (
         "stop"  # NaN or Inf in a step: stop, or leave the step out (syncs each step)
     )
+    strategy: Strategy = "auto"  # how ranks share the work; auto = what the launch file asks for, else DDP
     ranks: int | None = Field(None, ge=1)  # ranks this run must have; null = as many as the launcher starts
     extend_from: str | None = None  # run or step folder whose last step this new run goes on from, with more steps
     start_from: str | None = None  # folder of the draft whose weights are the first ones: run, step, draft or export
@@ -135,12 +135,14 @@ def train(
     settings, generators = dict(recipe.get("eval", {})), generators or {}
     tracker, note = choose(config.tracker)
     check_active(accelerator, config)
+    strategy = asked(config.strategy, os.environ)
+    check_combination(strategy, config)
     check_parameters(draft, target)
 
     with (
         folder.only_one(run) if main else nullcontext(),
         StopSignals(say=main) as signals,
-        released(accelerator, draft),
+        released(accelerator) as held,
     ):
         # -- start, or find where the run stands -------------------------------------------------------------------
         folder.check_unchanged(run, recipe, data or {})
@@ -158,14 +160,14 @@ def train(
         accelerator.wait_for_everyone()
         random.seed(config.seed + rank)
         torch.manual_seed(config.seed + rank)
-        with warnings.catch_warnings():  # accelerate passes DDP a word that torch 2.13 deprecates
-            warnings.filterwarnings("ignore", ".*broadcast_buffers", FutureWarning)
-            model = accelerator.prepare_model(draft)
-        check_wrapped(model, world)
-        optimizers = build(draft, config)
+        if start is not None:
+            folder.restore_weights(start, draft)  # before they are spread over ranks
+        bf16 = config.precision == "bf16"
+        on = held(spread(strategy, draft, config, accelerator, bf16=bf16, evaluates=evaluates))
+        optimizers = on.optimizers
         window, done = Window(device), 0
         if start is not None:
-            saved = folder.restore(start, draft, optimizers)
+            saved = folder.restore_state(start, optimizers)
             done = saved["step"]
             if rank < len(saved["random"]):  # a rank that was not there before starts its own sequences
                 folder.set_random_state(saved["random"][rank], device, generators)
@@ -178,19 +180,22 @@ def train(
         def save() -> None:
             window.pause()
             totals, states = gather(accelerator, (window.totals(), folder.random_state(device, generators)))
-            if main:  # what a resumed run needs besides weights and optimizer state
-                carried = {"window": add_totals(totals), "window_steps": window.num_steps, "random": states}
-                folder.save(run, done, draft, optimizers, carried)
+            # what a resumed run needs besides weights and optimizer state
+            carried = {"window": add_totals(totals), "window_steps": window.num_steps, "random": states}
+            ranks = Together(accelerator)
+            folder.save(run, done, draft, optimizers, carried, weights=on.weights(), ranks=ranks)
+            if main:
                 folder.keep_last(run, config.keep_last)
             accelerator.wait_for_everyone()
             window.start()
 
         def measure() -> None:
             window.pause()
+            subject = on.evaluable()
             if main and evaluate is not None:
                 found: dict[str, Any] = {}
-                with signals.cutting(), undisturbed(draft, device, generators):
-                    found = acceptance(evaluate(draft))
+                with signals.cutting(), undisturbed(subject, device, generators):
+                    found = acceptance(evaluate(subject))
                 if not signals.cut:
                     view.say(f"step {done}/{config.steps}  acceptance length {found[ACCEPTANCE]:.3f}")
                     accelerator.log(numbers(found), step=done)
@@ -221,8 +226,8 @@ def train(
                 denominators, stop_agreed = global_counts(draft, batches, accelerator, signals.requested)
 
                 # -- gradients, reduced over ranks once, and the update --------------------------------------------
-                terms, losses = gradients(model, batches, denominators, accelerator, optimizers.parameters)
-                norm = accelerator.clip_grad_norm_(optimizers.parameters, config.clip or math.inf)
+                terms, losses = gradients(on, batches, denominators)
+                norm = on.clip(config.clip)
                 bad = ~(torch.isfinite(norm) & torch.isfinite(torch.stack(losses)).all())
                 if config.on_nonfinite == "skip" and bool(accelerator.reduce(bad.float(), "sum")):
                     view.say(f"step {done + 1}/{config.steps}  left out: loss or gradient is not finite")
@@ -242,7 +247,7 @@ def train(
                 if log_due or save_due or (world == 1 and device.type == "cpu"):  # elsewhere a look stalls the device
                     check_finite(first_bad, done, batches, losses, source, accelerator, run)
                 if log_due:
-                    values = window.values(accelerator) | rates(optimizers, norm)
+                    values = window.values(accelerator) | rates(optimizers, norm if on.reports_norm else None)
                     window = Window(device)
                     if main:
                         view.say(line(done, config.steps, values))
@@ -279,43 +284,19 @@ def global_counts(
 
 
 def gradients(
-    model: nn.Module,
-    batches: Sequence[Batch],
-    denominators: dict[str, Tensor],
-    accelerator: Accelerator,
-    parameters: Sequence[nn.Parameter],
+    on: Spread, batches: Sequence[Batch], denominators: dict[str, Tensor]
 ) -> tuple[list[dict[str, Term]], list[Tensor]]:
     """Add up the gradients of the micro-batches, and over ranks with the last one; returns their terms and losses."""
-    scale = accelerator.num_processes * accelerator.gradient_accumulation_steps
     all_terms, losses = [], []
-    for i, batch in enumerate(batches):
-        last = i + 1 == len(batches)
-        with nullcontext() if last else accelerator.no_sync(model):  # one reduction per step
-            terms = model(batch, denominators)
-            loss = _Touch.apply(terms["loss"].sum, *parameters)
-            accelerator.backward(loss * scale)
-        all_terms.append({name: Term(term.sum.detach(), term.count.detach()) for name, term in terms.items()})
-        losses.append(terms["loss"].sum.detach().float())
-    for parameter in parameters:
-        if parameter.grad is None:  # what DDP does on several ranks: a tensor out of use has gradient 0
-            parameter.grad = torch.zeros_like(parameter)
+    with on.accumulation():
+        for i, batch in enumerate(batches):
+            with on.micro_batch(last=i + 1 == len(batches)):
+                terms = on.model(batch, denominators)
+                on.backward(terms["loss"].sum * on.scale)
+            all_terms.append({name: Term(term.sum.detach(), term.count.detach()) for name, term in terms.items()})
+            losses.append(terms["loss"].sum.detach())
+    on.fill_gradients()
     return all_terms, losses
-
-
-class _Touch(torch.autograd.Function):
-    """The loss itself, made to depend on every parameter with gradient 0.
-
-    DDP waits for each parameter's gradient; without this a rank with nothing supervised would let the others hang.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.num_parameters = len(parameters)
-        return loss.view_as(loss)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return (gradient, *[None] * ctx.num_parameters)
 
 
 class Window:
@@ -393,11 +374,11 @@ def add_totals(parts: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list
     return out
 
 
-def rates(optimizers: Optimizers, norm: Tensor) -> dict[str, float | None]:
+def rates(optimizers: Optimizers, norm: Tensor | None) -> dict[str, float | None]:
     """The rates of the update just made, per optimizer (overridden groups left out), and its gradient norm."""
     names = {"adamw": "train/lr", "muon": "train/muon_lr"}
-    out: dict[str, float | None] = {names[kind]: part.param_groups[0]["lr"] for kind, part in optimizers.parts.items()}
-    return out | {"train/grad_norm": float(norm)}
+    out: dict[str, float | None] = {names[kind]: rate for kind, rate in optimizers.rates().items()}
+    return out if norm is None else out | {"train/grad_norm": float(norm)}
 
 
 def check_finite(
@@ -437,17 +418,19 @@ def make_accelerator(config: TrainConfig, run: Path | str) -> Accelerator:
     is told `cpu=True`.
     """
     check_launch()
+    asked(config.strategy, os.environ)  # refuse before ranks are connected
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    accelerator = Accelerator(
-        cpu=world > 1 and not torch.accelerator.is_available(),
-        mixed_precision="bf16" if config.precision == "bf16" else "no",
-        log_with=choose(config.tracker)[0],
-        project_dir=str(run),
-        kwargs_handlers=[
-            DistributedDataParallelKwargs(broadcast_buffers=False),  # a draft's buffers are constants
-            InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT),
-        ],
-    )
+    with plain_ranks():
+        accelerator = Accelerator(
+            cpu=world > 1 and not torch.accelerator.is_available(),
+            mixed_precision="bf16" if config.precision == "bf16" else "no",
+            log_with=choose(config.tracker)[0],
+            project_dir=str(run),
+            kwargs_handlers=[
+                DistributedDataParallelKwargs(broadcast_buffers=False),  # a draft's buffers are constants
+                InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT),
+            ],
+        )
     if world > 1:
         atexit.register(_leave_group)
     return accelerator
@@ -461,16 +444,10 @@ def _leave_group() -> None:
 
 
 def check_launch() -> None:
-    """Refuse launch configurations that ask for another strategy than DDP, or hide GPUs in two ways at once."""
+    """Refuse a launch that hides GPUs in two ways at once."""
     conflict = visible_devices_conflict(os.environ, hip=torch.version.hip is not None)
     if conflict is not None:
         raise ValueError(conflict)
-    for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"):
-        if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() in ("1", "true"):
-            raise ValueError(
-                f"the launch configuration asks for {name} (ACCELERATE_USE_{name}); draftsmith trains on one process "
-                "or with DDP: use distributed_type MULTI_GPU, or torchrun"
-            )
 
 
 def check_active(accelerator: Accelerator, config: TrainConfig) -> None:
@@ -488,19 +465,16 @@ def check_active(accelerator: Accelerator, config: TrainConfig) -> None:
             f"{config.ranks} -m draftsmith.train ...` (accelerate launch --cpu starts one process)"
         )
     if kind not in (DistributedType.NO, *DDP_TYPES):
-        raise ValueError(f"distributed_type {kind.value} is active; draftsmith trains on one process or with DDP")
+        raise ValueError(
+            f"distributed_type {kind.value} is active; accelerate only connects the ranks here: make the accelerator "
+            "with draftsmith's make_accelerator"
+        )
     wanted = "bf16" if config.precision == "bf16" else "no"
     if accelerator.mixed_precision != wanted:
         raise ValueError(
             f"train.precision {config.precision} needs mixed_precision {wanted!r}, accelerate has "
             f"{accelerator.mixed_precision!r} active"
         )
-
-
-def check_wrapped(model: nn.Module, world: int) -> None:
-    """prepare must have wrapped the draft for DDP exactly when there are several ranks."""
-    if isinstance(model, DistributedDataParallel) != (world > 1):
-        raise ValueError(f"accelerate prepared a {type(model).__name__} for {world} ranks; DDP was wanted for several")
 
 
 def check_parameters(draft: Draft, target: Any) -> None:
@@ -614,18 +588,36 @@ class _Cut(BaseException):
     """Raised by a signal inside StopSignals.cutting; not an Exception, so that no library swallows it."""
 
 
+class Together:
+    """All ranks, as checkpoint.save asks for them."""
+
+    def __init__(self, accelerator: Accelerator):
+        self.accelerator = accelerator
+        self.rank, self.world = accelerator.process_index, accelerator.num_processes
+
+    def gather(self, value: str | None) -> list[str | None]:
+        return gather(self.accelerator, (value,))[0]
+
+
 @contextmanager
-def released(accelerator: Accelerator, draft: Draft) -> Iterator[None]:
-    """Afterwards accelerate holds nothing of the run: trackers are closed, the draft is free of its wrappers.
+def released(accelerator: Accelerator) -> Iterator[Callable[[Spread], Spread]]:
+    """Gives a function that takes hold of the spread draft; afterwards nothing holds it, and trackers are closed.
 
     A DDP module that lives on keeps gloo's threads alive, which abort the interpreter as it ends (torch 2.13).
     """
+    made: list[Spread] = []
+
+    def hold(on: Spread) -> Spread:
+        made.append(on)
+        return on
+
     try:
-        yield
+        yield hold
     finally:
         for tracker in accelerator.trackers:
             tracker.finish()
-        accelerator.unwrap_model(draft, keep_fp32_wrapper=False)  # takes accelerate's autocast off draft.forward
+        for on in made:
+            on.close()
         accelerator.free_memory()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from draftsmith.models.draft import Draft
 
+Piece = dict[str, Any]  # optimizer state of a part of a tensor; see joined
 FUSED_DEVICES = ("cpu", "cuda", "xpu", "mps")  # where torch's AdamW has a fused kernel; on CPU it is 3-10 times faster
 
 
@@ -79,8 +80,10 @@ class Optimizers:
     """AdamW, or Muon and AdamW, driven as one.
 
     parts: {"adamw": optimizer, "muon": optimizer}. Every group carries `names` (its parameters, in order) and
-    `highest_lr`, which the schedule scales.
+    `highest_lr`, which the schedule scales. sharded: whether each rank holds a part of the state.
     """
+
+    sharded = False
 
     def __init__(self, parts: dict[str, torch.optim.Optimizer]):
         self.parts = parts
@@ -109,7 +112,11 @@ class Optimizers:
         for part in self.parts.values():
             part.zero_grad(set_to_none=True)
 
-    def state_dict(self) -> dict[str, dict[str, dict[str, Any]]]:
+    def rates(self) -> dict[str, float]:
+        """The present step size per kind of optimizer, overridden groups left out."""
+        return {kind: part.param_groups[0]["lr"] for kind, part in self.parts.items()}
+
+    def state_dict(self) -> dict[str, dict[str, Piece]]:
         """{part: {parameter name: its state}}: moments, momentum, update counts. Rates are not state: they come from
         the recipe and the step."""
         return {
@@ -122,21 +129,68 @@ class Optimizers:
             for kind, part in self.parts.items()
         }
 
-    def load_state_dict(self, saved: dict[str, dict[str, dict[str, Any]]]) -> None:
-        if set(saved) != set(self.parts):
+    def load_state_dict(self, saved: Mapping[str, Mapping[str, Sequence[Piece]]]) -> None:
+        """saved: the pieces of every tensor's state, however many ranks have written them."""
+        self.check_kinds(saved)
+        shapes = dict(zip(self.names, (parameter.shape for parameter in self.parameters), strict=True))
+        whole = {
+            kind: {name: joined(pieces, shapes[name]) for name, pieces in states.items() if name in shapes}
+            for kind, states in saved.items()
+        }
+        self.load_whole(whole)
+
+    def check_kinds(self, saved: Mapping[str, Mapping[str, Any]], kinds: Iterable[str] | None = None) -> None:
+        """Refuse state of other optimizers, or of tensors that these do not move."""
+        kinds = sorted(self.parts if kinds is None else kinds)
+        if sorted(saved) != kinds:
             raise ValueError(
-                f"the saved optimizer state is of {sorted(saved)}, this run uses {sorted(self.parts)}: "
-                "use the same train.optimizer"
+                f"the saved optimizer state is of {sorted(saved)}, this run uses {kinds}: use the same train.optimizer"
             )
-        for kind, part in self.parts.items():
-            names = [name for group in part.param_groups for name in group["names"]]
-            unknown = sorted(set(saved[kind]) - set(names))
+        for kind, states in saved.items():
+            unknown = sorted(set(states) - set(self.names_of(kind)))
             if unknown:
                 raise ValueError(f"the saved {kind} state holds {unknown}, which {kind} does not move in this run")
+
+    def names_of(self, kind: str) -> list[str]:
+        """The tensors that one kind of optimizer moves."""
+        return [name for group in self.parts[kind].param_groups for name in group["names"]]
+
+    def load_whole(self, saved: Mapping[str, Mapping[str, dict[str, Any]]]) -> None:
+        """{part: {parameter name: state}}, tensors shaped as the parameters are."""
+        for kind, part in self.parts.items():
+            names = self.names_of(kind)
             groups = part.state_dict()["param_groups"]  # this run's rates, numbered as torch numbers parameters
             numbers = [number for group in groups for number in group["params"]]
             state = {number: saved[kind][name] for number, name in zip(numbers, names) if name in saved[kind]}
             part.load_state_dict({"state": state, "param_groups": groups})
+
+
+def joined(pieces: Sequence[Piece], shape: torch.Size) -> dict[str, Any]:
+    """The state of a whole tensor from the pieces that ranks have saved.
+
+    A piece holds numbers, and tensors of one axis: a run of the flattened tensor from "start" on, or all of it. A
+    tensor that already has the shape is a whole one.
+    """
+    found = {key: value for key, value in pieces[0].items() if key != "start"}
+    for key, value in found.items():
+        if not isinstance(value, Tensor):
+            continue
+        if value.ndim == 0 or (value.shape == shape and "start" not in pieces[0]):
+            found[key] = value.clone()  # not the file that it is read from
+            continue
+        whole, known = value.new_empty(shape.numel()), 0
+        for piece in sorted(pieces, key=lambda piece: piece.get("start", 0)):
+            start, stop = piece.get("start", 0), piece.get("start", 0) + piece[key].numel()
+            if start > known:
+                break
+            whole[start:stop] = piece[key].flatten()
+            known = max(known, stop)
+        if known != whole.numel():
+            raise ValueError(
+                f"saved {key} of a tensor of shape {list(shape)} ends at element {known}: a piece is missing"
+            )
+        found[key] = whole.view(shape)
+    return found
 
 
 def build(draft: Draft, config: OptimConfig) -> Optimizers:

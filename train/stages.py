@@ -115,6 +115,8 @@ class Stages:
         self._stores: dict[str, FeatureStore] = {}
         self.rank = int(os.environ.get("RANK", 0))
         self.world = int(os.environ.get("WORLD_SIZE", 1))
+        if self.world > 1 and torch.cuda.is_available():  # before the target asks for the current device
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 
     @classmethod
     def from_recipe(
