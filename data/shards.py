@@ -511,10 +511,10 @@ def check_states(row: StoredRow, aux_layers: Sequence[int], hidden_size: int, wh
                 f"{states[position, column].item()}, not a number to train on; leave the row out or run the target "
                 "in another dtype (target.dtype)"
             )
-    for layer, pair in row.target_kv.items():
-        for name, states in zip(kv_names(layer), pair, strict=True):
+    for kv_layer, pair in row.target_kv.items():
+        for part, states in zip(kv_names(kv_layer), pair, strict=True):
             if len(states) != num_tokens or not bool(states.isfinite().all()):
                 raise ValueError(
-                    f"{where}: row {row.row_id!r}: {name} must be {num_tokens} rows of finite numbers, got "
+                    f"{where}: row {row.row_id!r}: {part} must be {num_tokens} rows of finite numbers, got "
                     f"{len(states)}; leave the row out or run the target in another dtype (target.dtype)"
                 )

@@ -447,6 +447,8 @@ def _method(raw: Config, folder: Path) -> str:
     kind = raw.get("speculators_model_type")
     if kind is not None:
         return str(kind)
+    if raw.get("model_type") in ASSISTANTS:
+        return "gemma4_mtp"
     architecture = " ".join(raw.get("architectures") or [])
     for name in DIALECTS:
         if re.search(rf"{name}(?!\d)", architecture.lower()):  # DFlash2 is another method
@@ -578,10 +580,13 @@ class _Round(NamedTuple):
 def _one_round(draft: Draft, target: Target, prompt: Sequence[int], num: int) -> _Round:
     """The first round after the prompt at temperature 1, with a fixed seed."""
     ids = torch.tensor([list(prompt)], device=target.device)
-    states = target.forward(ids, needs=draft.needs)
+    cache = target.new_cache(1, len(prompt)) if draft.needs.target_kv_layers else None
+    states = target.forward(ids, cache, draft.needs)
+    if cache is not None:
+        cache.advance([len(prompt)])
     anchor = target.logits(states.last_hidden[:, -1]).argmax(-1)  # [1]
     features = None if states.features is None else states.features.float()
-    captured = Captured(features, states.last_hidden.float(), torch.tensor([len(prompt)], device=target.device))
+    captured = Captured(features, states.last_hidden.float(), torch.tensor([len(prompt)], device=target.device), cache)
     sampler = Sampler(temperature=1.0, generator=torch.Generator(target.device).manual_seed(0))
     outputs: list[tuple[str, Tensor]] = []
 
@@ -626,6 +631,12 @@ def _teacher_forced(draft: Draft, decoded: _Round, prompt: Sequence[int]) -> lis
         bounds=(0, len(ids)),
         features=states(decoded.captured.features),
         last_hidden=states(decoded.captured.last_hidden),
+        target_kv={
+            layer: tuple(
+                torch.nn.functional.pad(x[0], (0, 0, 0, later)) for x in decoded.captured.cache.keys_values(layer)
+            )
+            for layer in draft.needs.target_kv_layers
+        },
     )
     anchors = torch.tensor([len(prompt)], device=ids.device)
     (slots,) = draft.slot_probs(batch, anchors, len(decoded.ids), Sampler(temperature=1.0))
@@ -1121,8 +1132,60 @@ def _refuse_unknown_blocks(raw: Config) -> None:
             raise ValueError(f"{key} {found!r}: block drafts here have {value!r}")
 
 
+# -- Gemma 4 drafters ------------------------------------------------------------------------------------------------
+ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")  # model types
+NOT_SIZES = frozenset(["transformers_version", "architectures", "dtype", "torch_dtype", "_name_or_path", MARK])
+
+
+class Gemma4Dialect(Dialect):
+    """transformers' gemma4_assistant, which vLLM reads too: a config within the config, and tensors as the neutral form
+    names them."""
+
+    method = "mtp"
+    keys = frozenset({"family", "assistant", "layer"})
+
+    def num_tokens(self, config: Config) -> int:
+        return int(config.get("ttt_steps", 3))
+
+    def check(self, config: Config, tensors: Tensors, target: TargetSpec, layout: Format) -> list[str]:
+        reasons = []
+        if layout != "plain":
+            reasons.append("Gemma 4 drafters have no speculators layout; write the plain one")
+        if config.get("training", {}).get("query_position") == "anchor":
+            reasons.append("its queries stand at the state's position, this draft was trained for the anchor's")
+        return reasons
+
+    def encode(self, config: Config, tensors: Tensors, target: TargetSpec, layout: Format) -> Checkpoint:
+        layer = {"model_type": config["assistant"]["model_type"], "text_config": config["layer"]}
+        return Checkpoint("Gemma4AssistantForCausalLM", layer, config["assistant"], {}, dict(tensors))
+
+    def decode(self, raw: Config, layout: Format, tensors: Tensors, target: TargetSpec) -> tuple[Config, Tensors]:
+        about = {key: value for key, value in raw.items() if key not in NOT_SIZES}
+        layer = {key: value for key, value in about.pop("text_config").items() if key not in NOT_SIZES}
+        config: Config = {"family": "gemma4_mtp", "assistant": about, "layer": layer}
+        ours = {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}  # tied
+        width, backbone = layer["hidden_size"], about["backbone_hidden_size"]
+        wrong = [
+            f"{name} {tuple(ours[name].shape)} instead of {shape}"
+            for name, shape in {
+                "pre_projection.weight": (width, 2 * backbone),
+                "post_projection.weight": (backbone, width),
+                "model.embed_tokens.weight": (target.vocab_size, width),
+            }.items()
+            if name not in ours or tuple(ours[name].shape) != shape
+        ]
+        if wrong:
+            raise ValueError(f"tensors of another shape: {', '.join(wrong)}")
+        return config, ours
+
+
 # One entry a method that vLLM serves.
-DIALECTS: dict[str, Dialect] = {"eagle3": Eagle3Dialect(), "dflash": DFlashDialect(), "dspark": DSparkDialect()}
+DIALECTS: dict[str, Dialect] = {
+    "eagle3": Eagle3Dialect(),
+    "dflash": DFlashDialect(),
+    "dspark": DSparkDialect(),
+    "gemma4_mtp": Gemma4Dialect(),
+}
 
 
 def dialect_for(config: Config) -> Dialect:

@@ -537,6 +537,39 @@ def _context_scores(
     return scores
 
 
+def prefix_attention(q: Tensor, k: Tensor, v: Tensor, spans: Sequence[Span], window: int | None = None) -> Tensor:
+    """Attention over a causal prefix whose keys get no gradient (they are the target's), with scores as they come.
+
+    q: [N, H, E]. k, v: [T, G, E]. Query n of a span sees the span's keys up to its own row, or the last `window` of
+    these. Scores are not divided by the root of the width. Returns [N, H, E].
+    """
+    out = []
+    for piece in _pieces(spans, _chunk_size(q)):
+        num = piece.stop - piece.start
+        first_row = piece.last_key - num  # where the first query stands
+        first_key = piece.first_key if window is None else max(piece.first_key, first_row - window + 1)
+        at = torch.arange(first_key, piece.last_key, device=q.device)
+        rows = torch.arange(first_row, piece.last_key, device=q.device)[:, None]
+        visible = at <= rows if window is None else (at <= rows) & (at > rows - window)
+        seen = slice(first_key, piece.last_key)
+        part = q[None, piece.start : piece.stop]
+        out.append(masked_attention(part, k[None, seen], v[None, seen], visible[None])[0])
+    return torch.cat(out)
+
+
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+    """q [B, N, H, E] over keys k, v [B, S, G, E] where visible [B, N, S]; scores as they come. Returns [B, N, H, E]."""
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2).to(q.dtype),
+        v.transpose(1, 2).to(q.dtype),
+        attn_mask=visible[:, None],
+        scale=1.0,
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
+    return out.transpose(1, 2)
+
+
 # -- decoding --------------------------------------------------------------------------------------------------------
 class KVCache:
     """Keys and values of a draft while decoding, one ragged row per sequence.

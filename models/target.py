@@ -257,7 +257,8 @@ class Target:
         input_ids = input_ids.to(self.device)
         whole = None  # holds keys and values where no cache does
         if cache is None and needs.target_kv_layers:
-            whole = PassCache(*input_ids.shape, self.num_layers, self.device, needs.target_kv_layers)
+            batch_size, num_new = input_ids.shape
+            whole = PassCache(batch_size, num_new, self.num_layers, self.device, needs.target_kv_layers)
             positions = torch.arange(input_ids.shape[1], device=self.device).expand(input_ids.shape)
             arguments: dict[str, Any] = {
                 self._cache_word: whole,
@@ -647,16 +648,20 @@ def target_spec(
     core: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
 ) -> TargetSpec:
-    """Sizes and conventions from the text part of the config; what no known name gives is refused."""
+    """Sizes and conventions from the text part of the config; what no known name gives is refused.
+
+    Where layers differ in their heads (Gemma 4), those of the full-attention layers stand for all.
+    """
+    like = full_attention_config(text)
 
     def read(*names: str) -> Any:
         for name in names:
-            if getattr(text, name, None) is not None:
-                return getattr(text, name)
+            if getattr(like, name, None) is not None:
+                return getattr(like, name)
         raise ValueError(f"target {config.name}: its config has none of {', '.join(names)}; not understood")
 
     def optional(name: str, otherwise: Any) -> Any:
-        value = getattr(text, name, None)
+        value = getattr(like, name, None)
         return otherwise if value is None else value
 
     num_heads, hidden_size = read("num_attention_heads"), read("hidden_size")
@@ -684,6 +689,14 @@ def target_spec(
         eos_ids=eos_ids(model, text, tokenizer),
         text_config=plain_config(text),
     )
+
+
+def full_attention_config(text: PreTrainedConfig) -> PreTrainedConfig:
+    """The config as its full-attention layers see it: the config itself, unless its layers differ in their sizes."""
+    if not getattr(text, "is_heterogeneous", False):
+        return text
+    kinds, _ = layer_kinds(text)
+    return text.per_layer_config[kinds.index("full_attention")]
 
 
 def rope_of(text: PreTrainedConfig) -> dict[str, Any]:
