@@ -82,12 +82,21 @@ class Expected(NamedTuple):
     rounds: list[list[list[int]]]
 
 
-def expect(name: str, target: Target, draft: Draft, out: Path, layout: str, starts: list[list[int]]) -> Expected:
+def expect(
+    name: str,
+    target: Target,
+    draft: Draft,
+    out: Path,
+    layout: str,
+    starts: list[list[int]],
+    num: int = NUM,
+    max_tokens: int = MAX_TOKENS,
+) -> Expected:
     """Export the draft, load it again and decode with what was loaded. Speculators exports are rounded to bfloat16."""
     dtype = "float32" if layout == "plain" else "bfloat16"
-    export.write(draft, target.spec, out, layout, dtype, NUM, "org/tiny")
+    export.write(draft, target.spec, out, layout, dtype, num, "org/tiny")
     reloaded = export.load(out, target.spec, target.embedding)
     reloaded.bind(target.embedding, target.head)
-    decoded = decode(target, reloaded, starts, NUM, GREEDY, MAX_TOKENS, ignore_eos=True, batch_size=len(starts))
-    one = case(name, target.config.name, out, NUM, prompts=starts, max_tokens=MAX_TOKENS)
+    decoded = decode(target, reloaded, starts, num, GREEDY, max_tokens, ignore_eos=True, batch_size=len(starts))
+    one = case(name, target.config.name, out, num, prompts=starts, max_tokens=max_tokens)
     return Expected(one, [d.ids for d in decoded], [[list(r) for r in d.rounds] for d in decoded])
