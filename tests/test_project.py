@@ -75,7 +75,7 @@ def test_outputs_and_environments_are_ignored_at_the_top_only():
 @pytest.mark.parametrize("smoke", [False, True], ids=["full", "smoke"])
 @pytest.mark.parametrize("name", recipes.names())
 def test_a_shipped_recipe_decodes(name, smoke):
-    from draftsmith.train.stages import SECTIONS
+    from draftsmith.train.material import SECTIONS
 
     recipe = recipes.read(name, [], SECTIONS, smoke=smoke)
     assert recipe.header, "the header gives the command, the hardware and the result that was reached"

@@ -19,7 +19,7 @@ from pydantic import BaseModel
 
 from draftsmith import recipes
 from draftsmith.train.cli import app
-from draftsmith.train.stages import SECTIONS
+from draftsmith.train.material import SECTIONS
 
 ROOT = Path(__file__).parents[1]
 SHELL = {"bash", "sh", "shell", "console", "text", ""}

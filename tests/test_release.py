@@ -34,7 +34,8 @@ from draftsmith.models.target import Target, TargetConfig
 from draftsmith.recipes import Recipe, read
 from draftsmith.train import cli
 from draftsmith.train.loop import TrainConfig
-from draftsmith.train.stages import SECTIONS, Stages
+from draftsmith.train.material import SECTIONS
+from draftsmith.train.stages import Stages
 
 PUBLIC = "some-org/tiny-target"
 KEYS = {
