@@ -331,7 +331,7 @@ def first_difference(want: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> s
 
 def refuse_foreign(out: Path) -> None:
     """Only an earlier export may be replaced; nothing that this project did not write is deleted."""
-    if not out.exists():
+    if not out.exists() or (out / mtp_checkpoint.REPORT).is_file():  # a target of ours with a tuned MTP module
         return
     strangers = sorted(p.name for p in out.iterdir() if p.name not in WRITTEN_BY_US) if out.is_dir() else [out.name]
     ours = (out / CONFIG).is_file() and MARK in json.loads((out / CONFIG).read_text())
