@@ -14,6 +14,7 @@ nothing either is then right for one reason only:
 
 from __future__ import annotations
 
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,12 @@ import torch
 import transformers as t
 from tiny import BOS, IM_END, PAD, randomise_norms, tokenizer
 from torch import Tensor
+
+from draftsmith.eval.runtime import decode_plain
+from draftsmith.models.draft import Batch, Needs
+from draftsmith.models.gemma4_mtp import Gemma4Mtp, Gemma4MtpConfig
+from draftsmith.models.sampling import Sampler
+from draftsmith.models.target import Target
 
 VOCAB, WIDTH, WINDOW, LAYERS = 264, 64, 16, 4
 ORACLES = ("anchor", "state", "early")
@@ -149,3 +156,54 @@ def save(model: Any, folder: Path) -> Path:
 def prompts() -> list[list[int]]:
     """Prompts of several lengths, one a single token, one longer than the window."""
     return [[7], [20, 21, 5, 90], list(range(100, 124)), [3, 250]]
+
+
+def some_rows(lengths: tuple[int, ...] = (9, 30, 7)) -> list[list[int]]:
+    """Random documents; the second is longer than the window."""
+    return [torch.randint(0, 256, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in lengths]
+
+
+def pack(target: Target, needs: Needs, rows: list[list[int]], mask: list[list[int]] | None = None) -> Batch:
+    """The rows side by side with the target's states."""
+    states = target.states(rows, needs)
+    supervised = [[1] * len(row) for row in rows] if mask is None else mask
+    return Batch(
+        input_ids=torch.tensor([token for row in rows for token in row]),
+        loss_mask=torch.tensor([m for row in supervised for m in row], dtype=torch.bool),
+        positions=torch.cat([torch.arange(len(row)) for row in rows]),
+        bounds=(0, *accumulate(map(len, rows))),
+        last_hidden=torch.cat([found.last_hidden for found in states if found.last_hidden is not None]),
+        target_kv={
+            layer: (
+                torch.cat([found.target_kv[layer][0] for found in states]).transpose(0, 1),
+                torch.cat([found.target_kv[layer][1] for found in states]).transpose(0, 1),
+            )
+            for layer in needs.target_kv_layers
+        },
+    )
+
+
+def tune(target: Target, folder: Path, steps: int, num: int = 3, **config: Any) -> Gemma4Mtp:
+    """A random drafter from `folder`, trained on the target's answers to random prompts until it is half right."""
+    draft = Gemma4Mtp(Gemma4MtpConfig(checkpoint=str(folder), ttt_steps=num, loss={"ce": 1.0}, **config), target.spec)
+    target.bind(draft)
+    draft.initialise(None, torch.Generator().manual_seed(0))
+    starts = starts_of(6)
+    answers = decode_plain(target, starts, Sampler(0.0), 40, ignore_eos=True, batch_size=len(starts))
+    rows = [[*start, *one.ids] for start, one in zip(starts, answers, strict=True)]
+    batch = pack(target, draft.needs, rows)
+    draft.lm_head.requires_grad_(True)  # a random table would say little
+    optimizer = torch.optim.AdamW([p for p in draft.parameters() if p.requires_grad], lr=3e-3, weight_decay=0.0)
+    for _ in range(steps):
+        loss = draft(batch, draft.counts(batch))["loss"].sum
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    draft.lm_head.requires_grad_(False)
+    return draft.eval()
+
+
+def starts_of(num: int) -> list[list[int]]:
+    """Random prompts of 1 to 22 tokens."""
+    random = torch.Generator().manual_seed(7)
+    return [torch.randint(0, 256, (n,), generator=random).tolist() for n in (1, 3, 22, 6, 9, 12)[:num]]
