@@ -40,7 +40,7 @@ from draftsmith.eval.card import (
     seal,
 )
 from draftsmith.eval.certify import tensors_sha256
-from draftsmith.eval.report import acceptance_files, proof_lines, read_json
+from draftsmith.eval.report import BEFORE_TRAINING, acceptance_files, proof_lines, read_json
 from draftsmith.eval.schedule import CALIBRATION
 from draftsmith.models import export
 from draftsmith.models.draft import Draft, TargetSpec
@@ -156,7 +156,7 @@ def gate(run: Path, draft: Draft, target: TargetSpec, recipe: Recipe, config: Re
     fresh = {
         stem: found
         for stem, found in acceptance.items()
-        if found.get("draft_sha256") == sha256 and not found.get("schedule")
+        if (found.get("draft_sha256") == sha256 or stem.endswith(BEFORE_TRAINING)) and not found.get("schedule")
     }
     assert name is not None
     return Evidence(name, num, sha256, fresh, certificate)

@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.table import Table
 
+BEFORE_TRAINING = "-before-training"  # what ends the stem of a draft that the target brought along (MTP), as it came
 ACCEPTANCE = ("acceptance-runtime", "acceptance-exact", "acceptance-served")
 COLOURS = ("#3558d4", "#c2410c", "#12805c", "#8b5cf6", "#b45309", "#0e7490", "#be185d")
 

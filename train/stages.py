@@ -153,7 +153,7 @@ class Stages(Material):
             if "schedule" in found:  # verifies and accepts less: never the headline
                 suffix = f"-{name}-{found['schedule']}"
             if server is None and self._as_it_came:
-                suffix += "-before-training"
+                suffix += report.BEFORE_TRAINING
             self._write(f"acceptance-{found['method']}{suffix}.json", found)
             results[name] = found
             if advice:
