@@ -282,7 +282,7 @@ def calibrate(
 ) -> None:
     """Calibrate the confidences of a draft (DSpark) on held-out prompts; writes calibration.json beside the draft.
 
-    Example: draftsmith calibrate --target TARGET --draft runs/quickstart-dspark/step-300/draft
+    Example: draftsmith calibrate tiny-dspark
     """
     result = _stages(recipe, overrides, out, smoke, json_, target, draft, prompts).calibrate()
     if json_:
@@ -311,7 +311,7 @@ def release(
 ) -> None:
     """Check the bar, the certificate and the weights, export, write the model card; without --push a dry run.
 
-    Example: draftsmith release quickstart --license apache-2.0
+    Example: draftsmith release tiny-eagle3 --license apache-2.0
     """
     stages = _stages(recipe, overrides, out, smoke, quiet=json_)
     result = stages.release(push, private, revision, pr, license_, overwrite_card)
