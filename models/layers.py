@@ -6,7 +6,9 @@ Shapes: N rows, T packed keys, B batch, H query heads, G key/value heads, E head
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -223,6 +225,17 @@ def chain_attention(
     q: [N, H, E]. k, v: [T, G, E], keys of the prefix. chain_k, chain_v: [N, s, G, E], the s keys that only query n
     sees, or None. Query n of a span sees the span's keys up to its own row. Returns [N, H, E].
     """
+    if _flex_wanted(q):
+        num, steps = len(q), 0 if chain_k is None else chain_k.shape[1]
+        extra = [] if chain_k is None or chain_v is None else [(chain_k.flatten(0, 1), chain_v.flatten(0, 1))]
+        first, last = (torch.empty(num, dtype=torch.int64) for _ in range(2))
+        for span in spans:
+            first[span.start : span.stop] = span.first_key
+            last[span.start : span.stop] = torch.arange(span.row, span.row + span.stop - span.start) + 1
+        own = torch.arange(num) * steps
+        out = _flex(q, k, v, extra, _Seen(first, last, own, own + steps))
+        if out is not None:
+            return out
     return _ChainAttention.apply(q, k, v, chain_k, chain_v, tuple(spans))
 
 
@@ -405,6 +418,20 @@ def block_attention(
     p - window only; it must be larger than L, so that each slot sees the row before its anchor. Every block has context.
     Returns [N, S, H, E].
     """
+    if _flex_wanted(q):
+        num, slots, block_len = *q.shape[:2], block_k.shape[1]
+        first = torch.tensor([span.first_key for span in spans for _ in span.ends])[:, None].expand(num, slots)
+        last = torch.tensor([end for span in spans for end in span.ends])[:, None].expand(num, slots)
+        slot = torch.arange(block_len - slots, block_len)
+        if window is not None:
+            first = torch.maximum(first, last + slot - window + 1)
+        own = (torch.arange(num) * block_len)[:, None].expand(num, slots)
+        own_last = own + (slot + 1 if causal else block_len)
+        seen = _Seen(first.flatten(), last.flatten(), own.flatten(), own_last.flatten())
+        extra = [(block_k.flatten(0, 1), block_v.flatten(0, 1))]
+        out = _flex(q.flatten(0, 1), k, v, extra, seen)
+        if out is not None:
+            return out.unflatten(0, (num, slots))
     return _BlockAttention.apply(q, k, v, block_k, block_v, tuple(spans), causal, window)
 
 
@@ -568,6 +595,110 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor
         enable_gqa=q.shape[2] != k.shape[2],
     )
     return out.transpose(1, 2)
+
+
+# -- the kernel of training ------------------------------------------------------------------------------------------
+Kernel = Literal["matmul", "flex"]
+_kernel: Kernel = "matmul"  # of chain_attention and block_attention in this process
+_falls_back = True
+_flex_is_proven = False  # flex gave the reference's numbers once in this process
+
+
+@contextmanager
+def attention(kernel: Kernel, fall_back: bool = True) -> Iterator[None]:
+    """Inside, training attention uses `kernel`: matrix products per document (the reference), or FlexAttention with
+    compiled block masks, on GPUs.
+
+    FlexAttention is used once its output has been compared with the reference on the first call. Where it fails or
+    differs, one line is printed and the reference goes on in its place; without fall_back that is an error.
+    """
+    global _kernel, _falls_back, _flex_is_proven
+    before = (_kernel, _falls_back, _flex_is_proven)
+    _kernel, _falls_back, _flex_is_proven = kernel, fall_back, False
+    try:
+        yield
+    finally:
+        _kernel, _falls_back, _flex_is_proven = before
+
+
+class _Seen(NamedTuple):
+    """What each query sees, [n] int64 each: context keys first..last-1, and own keys own_first..own_last-1."""
+
+    first: Tensor
+    last: Tensor
+    own_first: Tensor
+    own_last: Tensor
+
+
+def _flex_wanted(q: Tensor) -> bool:
+    return _kernel == "flex" and q.device.type == "cuda"  # elsewhere it has no backward
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, extra: Sequence[tuple[Tensor, Tensor]], seen: _Seen) -> Tensor | None:
+    """_flex_attention, or None when it does not work here, which is said once."""
+    global _kernel, _flex_is_proven
+    try:
+        out = _flex_attention(q, k, v, extra, seen, compiled=True)
+        if not _flex_is_proven:
+            with torch.no_grad():
+                want = _dense_attention(q, k, v, extra, seen)
+                error = float((out - want).abs().max() / want.abs().max())
+            if not error < 0.02:  # bf16 keeps 8 bits; also when it is NaN
+                raise ArithmeticError(f"it differs from the reference by {error:.1e}")
+            _flex_is_proven = True
+        return out
+    except Exception as problem:  # a compiler may raise anything
+        reason = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
+        if not _falls_back:
+            raise RuntimeError(f"FlexAttention does not work here: {reason}") from problem
+        _kernel = "matmul"
+        print(f"attention: FlexAttention does not work here ({reason}); matrix products per document go on", flush=True)
+        return None
+
+
+def _flex_attention(
+    q: Tensor, k: Tensor, v: Tensor, extra: Sequence[tuple[Tensor, Tensor]], seen: _Seen, compiled: bool
+) -> Tensor:
+    """q [n, H, E] over context k, v [M, G, E] and the `extra` own keys behind them, as `seen` says. Returns [n, H, E]."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    context = len(k)
+    keys, values = (torch.cat([x, *own]) for x, own in ((k, [e[0] for e in extra]), (v, [e[1] for e in extra])))
+    first, last, own_first, own_last = (x.to(q.device) for x in seen)
+
+    def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        own = key - context
+        in_context = (key < context) & (key >= first[query]) & (key < last[query])
+        return in_context | ((own >= 0) & (own >= own_first[query]) & (own < own_last[query]))
+
+    mask = create_block_mask(visible, None, None, len(q), len(keys), device=q.device, _compile=compiled)
+    attend = _compiled_flex() if compiled else flex_attention
+    q, keys, values = (x.transpose(0, 1)[None] for x in (q, keys, values))  # [1, H, n, E]
+    out = attend(q, keys, values, block_mask=mask, enable_gqa=q.shape[1] != keys.shape[1])
+    return out[0].transpose(0, 1)
+
+
+@lru_cache(maxsize=1)
+def _compiled_flex() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=True)  # steps have many lengths
+
+
+def _dense_attention(q: Tensor, k: Tensor, v: Tensor, extra: Sequence[tuple[Tensor, Tensor]], seen: _Seen) -> Tensor:
+    """What _flex_attention must give, with every score written out, in chunks of queries."""
+    context = len(k)
+    keys, values = (torch.cat([x, *own]) for x, own in ((k, [e[0] for e in extra]), (v, [e[1] for e in extra])))
+    place = torch.arange(len(keys), device=q.device)
+    own, out = place - context, []
+    for start in range(0, len(q), 256):
+        part = slice(start, start + 256)
+        first, last, own_first, own_last = (x[part, None].to(q.device) for x in seen)
+        visible = (place < context) & (place >= first) & (place < last)
+        visible = visible | ((own >= 0) & (own >= own_first) & (own < own_last))
+        scaled = q[None, part] * q.shape[-1] ** -0.5
+        out.append(masked_attention(scaled, keys[None], values[None], visible[None])[0])
+    return torch.cat(out)
 
 
 # -- decoding --------------------------------------------------------------------------------------------------------

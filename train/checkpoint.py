@@ -56,6 +56,7 @@ FREE_KEYS = (
     "train.save_every",
     "train.keep_last",
     "train.tracker",
+    "train.attention",
     "train.ranks",
     "train.strategy",
     "train.on_nonfinite",

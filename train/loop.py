@@ -34,6 +34,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from draftsmith.models.draft import Batch, Draft, Term
+from draftsmith.models.layers import Kernel, attention
 from draftsmith.train import checkpoint as folder
 from draftsmith.train.checkpoint import Best, Checkpoint
 from draftsmith.train.optim import OptimConfig, Optimizers, lr_factor
@@ -54,6 +55,7 @@ class TrainConfig(OptimConfig):
     pack_tokens: int = Field(2048, ge=1)  # tokens per micro-batch: what memory allows; changes no result
     seed: int = Field(0, ge=0)  # of initial weights, data order and every random choice
     precision: Literal["fp32", "bf16"] = "fp32"  # of forward and backward; weights and optimizer state stay fp32
+    attention: Kernel = "matmul"  # kernel of training: matmul (the reference) or flex (GPUs; falls back when it fails)
     log_every: int = Field(10, ge=1)  # steps per log line; values are means over them
     eval_every: int | None = Field(None, ge=1)  # steps between measurements of acceptance; null = at the end only
     save_every: int | None = Field(100, ge=1)  # steps between checkpoints; null = at evaluations and the end only
@@ -137,12 +139,15 @@ def train(
     check_active(accelerator, config)
     strategy = asked(config.strategy, os.environ)
     check_combination(strategy, config)
+    if config.attention == "flex" and device.type != "cuda":
+        raise ValueError(f"train.attention flex has no backward on {device.type}: it is for GPUs, set it to matmul")
     check_parameters(draft, target)
 
     with (
         folder.only_one(run) if main else nullcontext(),
         StopSignals(say=main) as signals,
         released(accelerator) as held,
+        attention(config.attention),
     ):
         # -- start, or find where the run stands -------------------------------------------------------------------
         folder.check_unchanged(run, recipe, data or {})

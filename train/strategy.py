@@ -118,6 +118,11 @@ def check_combination(strategy: str, config: OptimConfig) -> None:
             f"train.clip is {config.clip}, but DeepSpeed orthogonalises Muon's matrices before it measures a norm, so "
             "clipping would shrink every Muon step to almost nothing: set train.clip=null, or train with ddp or fsdp2"
         )
+    if strategy.startswith("zero") and config.optimizer == "muon" and config.muon_ns_steps != 5:
+        raise ValueError(
+            f"train.muon_ns_steps is {config.muon_ns_steps}, but DeepSpeed's Muon always makes 5: set it to 5, or train "
+            "with ddp or fsdp2"
+        )
 
 
 @contextmanager
@@ -443,6 +448,7 @@ def _for_zero(parts: Optimizers, config: OptimConfig) -> torch.optim.Optimizer:
     for group in parts.parts["muon"].param_groups:
         by_shape: dict[torch.Size, list[nn.Parameter]] = {}
         for parameter in group["params"]:
+            parameter.use_muon = True  # what ZeRO looks at; without it a matrix would be moved by its plain gradient
             by_shape.setdefault(parameter.shape, []).append(parameter)
         for (rows, columns), parameters in by_shape.items():
             ratio = 0.2 * math.sqrt(max(rows, columns)) / math.sqrt(max(1.0, rows / columns))
