@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
-ALLOW = ("*.safetensors", "*.json", "*.yaml", "README.md")
+ALLOW = ("*.safetensors", "*.json", "*.yaml", "README.md", "chat_template.jinja", "merges.txt", "vocab.txt")
 IGNORE = ("optimizer*", "training_state*", "*.pt", "*.bin", "*.pth", "*.tmp", ".*")
 WANTED = {  # what is called, and with which arguments
     "whoami": ("token",),
