@@ -157,7 +157,8 @@ class Target:
             raise ValueError(f"target.revision: {config.revision!r} has no effect, {config.name} is local; remove it")
         where = {"pretrained_model_name_or_path": str(source or config.name), "revision": config.revision or "main"}
         device = _device(config.device)
-        model: Any = _load_ends(where, config, device) if config.ends_only else _load_model(where, config).to(device)
+        model: Any = _load_ends(where, config, device) if config.ends_only else _load_model(where, config)
+        model = model if config.ends_only else model.to(device)
         return cls(model, _load_tokenizer(where, config), config, source)
 
     # -- what drafts bind to --------------------------------------------------------------------------------------
