@@ -39,6 +39,7 @@ class Work:
     feature_dtype: str
     num_steps: int
     batch_tokens: int
+    kv_numbers: int = 0  # keys and values of a token that the draft reads, as numbers
 
 
 def target_parameters(spec: TargetSpec) -> int:
@@ -81,7 +82,7 @@ def plan(
     states = len(needs.aux_layers) + (1 if needs.last_hidden else 0)
     draft_params = sum(p.numel() for p in draft.parameters() if p.requires_grad)
     params = target_parameters(spec)
-    per_token = states * spec.hidden_size * DTYPE_BYTES[work.feature_dtype]
+    per_token = (states * spec.hidden_size + work.kv_numbers) * DTYPE_BYTES[work.feature_dtype]
     steps_tokens = work.num_steps * work.batch_tokens
     flops = {
         "regenerate": 2 * params * work.answer_tokens if work.regenerates else 0,

@@ -621,9 +621,13 @@ def _teacher_forced(draft: Draft, decoded: _Round, prompt: Sequence[int]) -> lis
     ids = torch.tensor([*prompt, decoded.anchor, *decoded.ids], device=decoded.probs.device)
     later = len(ids) - len(prompt)
 
-    def states(x: Tensor | None) -> Tensor | None:
-        return None if x is None else torch.nn.functional.pad(x[0], (0, 0, 0, later))  # [n, D] -> [T, D]
+    def later_zeros(x: Tensor) -> Tensor:
+        return torch.nn.functional.pad(x[0], (0, 0, 0, later))  # [..., n, D] -> [..., T, D]
 
+    def states(x: Tensor | None) -> Tensor | None:
+        return None if x is None else later_zeros(x)
+
+    keys_values = {layer: decoded.captured.cache.keys_values(layer) for layer in draft.needs.target_kv_layers}
     batch = Batch(
         input_ids=ids,
         loss_mask=torch.ones_like(ids, dtype=torch.bool),
@@ -631,12 +635,7 @@ def _teacher_forced(draft: Draft, decoded: _Round, prompt: Sequence[int]) -> lis
         bounds=(0, len(ids)),
         features=states(decoded.captured.features),
         last_hidden=states(decoded.captured.last_hidden),
-        target_kv={
-            layer: tuple(
-                torch.nn.functional.pad(x[0], (0, 0, 0, later)) for x in decoded.captured.cache.keys_values(layer)
-            )
-            for layer in draft.needs.target_kv_layers
-        },
+        target_kv={layer: (later_zeros(k), later_zeros(v)) for layer, (k, v) in keys_values.items()},
     )
     anchors = torch.tensor([len(prompt)], device=ids.device)
     (slots,) = draft.slot_probs(batch, anchors, len(decoded.ids), Sampler(temperature=1.0))

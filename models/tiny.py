@@ -1,4 +1,4 @@
-"""Tiny targets that are made on the spot: `target.name: tiny:llama`, `tiny:qwen3`, or one with an MTP module.
+"""Tiny targets that are made on the spot: `target.name: tiny:llama`, `tiny:qwen3`, `tiny:gemma4`, or one with an MTP module.
 
 They let recipes, smoke runs and tests go through every stage in seconds, without a download. A tiny target has learned
 one game in chat form: the user says three letters, it goes on with the alphabet a..t in circles and ends its turn.
@@ -25,7 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 PREFIX = "tiny:"
 WITH_MTP = ("qwen3_5", "qwen3_next", "deepseek_v3", "mimo", "glm4_moe", "ernie4_5")
-KINDS = ("llama", "qwen3", *WITH_MTP)
+KINDS = ("llama", "qwen3", "gemma4", *WITH_MTP)
 VERSION = 1  # part of the folder's name: a change of the game makes new targets
 SPECIALS = ("<bos>", "<|im_start|>", "<|im_end|>", "<eos>", "<pad>", "<think>", "</think>", "<|mask|>")
 BOS, IM_START, IM_END, EOS, PAD, THINK, END_THINK, MASK = range(256, 264)
@@ -185,6 +185,13 @@ def _config(kind: str, sizes: dict[str, Any]) -> transformers.PreTrainedConfig:
         return t.LlamaConfig(**sizes)
     if kind == "qwen3":
         return t.Qwen3Config(**sizes)
+    if kind == "gemma4":
+        own: dict[str, Any] = {
+            "global_head_dim": 64,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "sliding_window": 16,
+        }
+        return t.Gemma4TextConfig(**sizes, **own, hidden_size_per_layer_input=0)
     if kind == "qwen3_5":
         return t.Qwen3_5TextConfig(**sizes, **delta)
     if kind == "qwen3_next":

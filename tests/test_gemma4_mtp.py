@@ -135,6 +135,25 @@ def test_transformers_queries_stand_at_the_anchor(name: str, folder: Path, targe
     assert differs  # so the position matters to these drafters
 
 
+def test_transformers_hands_over_the_key_of_a_rejected_token(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Why rounds after a rejection are compared with vLLM alone: the keys before the anchor are as many as its position."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "random")
+    assistant = transformers.AutoModelForCausalLM.from_pretrained(folder / "assistant")
+    seen, forward = [], assistant.forward
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        keys = kwargs["shared_kv_states"]["full_attention"][0]
+        seen.append((int(kwargs["position_ids"]), keys.shape[2]))
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(assistant, "forward", noted)
+    prompt = torch.randint(0, 256, (12,), generator=torch.Generator().manual_seed(0)).tolist()
+    ids, proposed = assisted(model, assistant, prompt, 4)
+    assert proposed[0][0] != ids[1]
+    assert seen[:NUM] == [(12, 12)] * NUM
+    assert seen[NUM] == (13, 14)
+
+
 def _first_proposal(target: Target, draft: Gemma4Mtp, prompt: list[int]) -> list[int]:
     cache = target.new_cache(1, len(prompt))
     out = target.forward(torch.tensor([prompt]), cache)

@@ -7,6 +7,7 @@ work with is made in train/material.py.
 from __future__ import annotations
 
 import json
+import math
 import platform
 import subprocess
 import sys
@@ -79,6 +80,7 @@ class Stages(Material):
                 evaluate=evaluate,
                 recipe=self.recipe.resolved(),
                 data={"train": checksum(rows), **{name: checksum(found) for name, found in held_out.items()}},
+                captures=data.source == "live",
             )
         del self.__dict__["_untrained"]
 
@@ -418,7 +420,7 @@ class Stages(Material):
             self.accept()
         self.train()
         draft = str(self.draft_folder())
-        results = self._once("acceptance-runtime.json", draft, self.accept)
+        self._once("acceptance-runtime.json", draft, self.accept)
         certificate = self._once("certificate.json", draft, self.certify)
         fast = self._once("speed.json", draft, self.speed)
         self.export()
@@ -427,7 +429,7 @@ class Stages(Material):
         self.say(f"[dim]all stages took {time.perf_counter() - start:.0f} s[/dim]")
         if not certificate["passed"]:
             raise RuntimeError(f"{self.out}/certificate.json: the certificate failed; do not ship this draft")
-        return {"acceptance": results, "certificate": certificate, "speed": fast, "run": str(self.out)}
+        return {"acceptance": report.acceptance_files(self.out), "certificate": certificate, "speed": fast, "run": str(self.out)}
 
     def _once(self, name: str, draft: str, stage: Callable[[], Any]) -> Any:
         """The stage's result; measured again only when the draft or the settings changed."""
@@ -489,6 +491,7 @@ class Stages(Material):
             feature_dtype=data.capture.dtype,
             num_steps=config.steps,
             batch_tokens=config.batch_tokens,
+            kv_numbers=sum(2 * math.prod(self.target.kv_shape(k)) for k in draft.needs.target_kv_layers),
         )
         rate = planning.matmul_rate(self.target.device, self.target.dtype)
         measured = report.read_json(self.out / "acceptance-runtime.json")
