@@ -148,7 +148,7 @@ def test_transformers_hands_over_the_key_of_a_rejected_token(folder: Path, monke
 
     monkeypatch.setattr(assistant, "forward", noted)
     prompt = torch.randint(0, 256, (12,), generator=torch.Generator().manual_seed(0)).tolist()
-    ids, proposed = assisted(model, assistant, prompt, 4)
+    ids, proposed = assisted(model, assistant, prompt, 9)
     assert proposed[0][0] != ids[1]
     assert seen[:NUM] == [(12, 12)] * NUM
     assert seen[NUM] == (13, 14)
