@@ -16,7 +16,7 @@ default HIP_VISIBLE_DEVICES 0,1,2,3,4,5,6,7                 # the one list; ROCR
 default CUDA_VISIBLE_DEVICES "$HIP_VISIBLE_DEVICES"         # tools that look only there must see the same GPUs
 
 # -- one node --------------------------------------------------------------------------------------------------------
-default HSA_NO_SCRATCH_RECLAIM 1                            # MEC firmware below 177 stalls while it takes scratch memory back
+default HSA_NO_SCRATCH_RECLAIM 1                            # MEC firmware below 177 stalls as it takes scratch back
 default GPU_MAX_HW_QUEUES 2                                 # as Primus and InferenceX set it; neither says why
 default HSA_ENABLE_SDMA 1                                   # copies by the DMA engines, beside the compute units
 default NCCL_MIN_NCHANNELS 112                              # all 8 GPUs of an MI300X node in one collective
@@ -24,7 +24,7 @@ default TORCH_NCCL_HIGH_PRIORITY 1                          # reductions overtak
 default RCCL_MSCCL_ENABLE 0                                 # no surprise algorithms in training (Primus)
 default RCCL_MSCCLPP_ENABLE 0                               # likewise
 default NCCL_CHECKS_DISABLE 1                               # argument checks cost time; set 0 while debugging
-default TORCH_BLAS_PREFER_HIPBLASLT 1                       # bf16 matrix products; 0 is the diagnosis when one takes 600 ms
+default TORCH_BLAS_PREFER_HIPBLASLT 1                       # bf16 products; 0 is the diagnosis when one takes 600 ms
 default PYTORCH_TUNABLEOP_ENABLED 0                         # steps have many lengths, so tuning would never end
 default OMP_NUM_THREADS 8                                   # cores / ranks; the default is all cores for every rank
 default TRITON_CACHE_DIR "/tmp/triton-${SLURM_JOB_ID:-$(id -u)}"  # local disk: nodes must not write
@@ -46,20 +46,20 @@ if [ -n "${DRAFTSMITH_FABRIC:-}" ]; then
       default NCCL_PXN_DISABLE 1                            # saves GPU memory
       ;;
     ainic)
-      default NCCL_IB_GID_INDEX 1                           # Primus's value for these cards; no reason is published with it
+      default NCCL_IB_GID_INDEX 1                           # Primus's value, no reason given
       default NCCL_IB_TC 104                                # traffic class of the data: the switch must know it
       default NCCL_IB_FIFO_TC 192                           # and of the control messages
-      default NCCL_IB_SL 0                                  # likewise
-      default NCCL_IB_QPS_PER_CONNECTION 1                  # likewise
-      default NCCL_PXN_DISABLE 0                            # likewise
+      default NCCL_IB_SL 0                                  # Primus's value, no reason given
+      default NCCL_IB_QPS_PER_CONNECTION 1                  # Primus's value, no reason given
+      default NCCL_PXN_DISABLE 0                            # Primus's value, no reason given
       default RCCL_AINIC_ROCE 1                             # ROCm 7.2.1 and newer: the plugin is built into RCCL
       default NCCL_NET_PLUGIN none                          # older ROCm: librccl-anp.so, and leave RCCL_AINIC_ROCE out
-      default NCCL_DMABUF_ENABLE 0                          # likewise
-      default NCCL_GDR_FLUSH_DISABLE 1                      # likewise
-      default NCCL_IGNORE_CPU_AFFINITY 1                    # likewise
-      default NCCL_IB_USE_INLINE 1                          # likewise
-      default NCCL_MAX_P2P_CHANNELS 56                      # likewise
-      default RCCL_GDR_FLUSH_GPU_MEM_NO_RELAXED_ORDERING 0  # likewise
+      default NCCL_DMABUF_ENABLE 0                          # Primus's value, no reason given
+      default NCCL_GDR_FLUSH_DISABLE 1                      # Primus's value, no reason given
+      default NCCL_IGNORE_CPU_AFFINITY 1                    # Primus's value, no reason given
+      default NCCL_IB_USE_INLINE 1                          # Primus's value, no reason given
+      default NCCL_MAX_P2P_CHANNELS 56                      # Primus's value, no reason given
+      default RCCL_GDR_FLUSH_GPU_MEM_NO_RELAXED_ORDERING 0  # Primus's value, no reason given
       ;;
     *) echo "DRAFTSMITH_FABRIC=$DRAFTSMITH_FABRIC: expected roce or ainic" >&2; return 1 2>/dev/null || exit 1 ;;
   esac

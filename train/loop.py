@@ -36,6 +36,7 @@ from torch import Tensor
 from draftsmith.models.draft import Batch, Draft, Term
 from draftsmith.models.layers import Kernel, attention
 from draftsmith.train import checkpoint as folder
+from draftsmith.train import gauges
 from draftsmith.train.checkpoint import Best, Checkpoint
 from draftsmith.train.optim import OptimConfig, Optimizers, lr_factor
 from draftsmith.train.preflight import visible_devices_conflict
@@ -120,6 +121,7 @@ def train(
     data: Mapping[str, str] | None = None,
     accelerator: Accelerator | None = None,
     generators: Mapping[str, torch.Generator] | None = None,
+    captures: bool = False,
 ) -> TrainResult:
     """Train `draft` in place until config.steps, or go on where `run` stands; every rank calls this alike.
 
@@ -127,6 +129,7 @@ def train(
     checked to be frozen. evaluate: gives {"acceptance_length": x, "method": ..., other numbers}; rank 0 calls it.
     recipe: resolved sections, compared on resume and kept as recipe.yaml. data: {name: hash}, compared likewise.
     generators: random sequences that the caller's code draws from during training; saved and restored.
+    captures: the source runs the target; its time is then logged as capture, not as data.
     Raises ValueError before any work when launch, run folder and config do not fit together, NonFinite while training.
     """
     run = Path(run)
@@ -170,6 +173,8 @@ def train(
         bf16 = config.precision == "bf16"
         on = held(spread(strategy, draft, config, accelerator, bf16=bf16, evaluates=evaluates))
         optimizers = on.optimizers
+        use = gauges.Gauges(device)
+        flops, said = (gauges.flops_per_token(draft), gauges.device_peak(device)), set[str]()
         window, done = Window(device), 0
         if start is not None:
             saved = folder.restore_state(start, optimizers)
@@ -224,14 +229,15 @@ def train(
 
             while done < config.steps and not stop:
                 # -- data, and what the losses are divided by ------------------------------------------------------
-                began = time.perf_counter()
+                window.clock.start()
                 batches = [batch.to(device) for batch in source.step(done, rank, world)]
                 assert batches, f"no micro-batch for rank {rank} in step {done}: the source must give an empty one"
-                window.data_seconds += time.perf_counter() - began
+                window.clock.lap("capture" if captures else "data")
                 denominators, stop_agreed = global_counts(draft, batches, accelerator, signals.requested)
+                window.clock.lap("wait")
 
                 # -- gradients, reduced over ranks once, and the update --------------------------------------------
-                terms, losses = gradients(on, batches, denominators)
+                terms, losses = gradients(on, batches, denominators, window.clock)
                 norm = on.clip(config.clip)
                 bad = ~(torch.isfinite(norm) & torch.isfinite(torch.stack(losses)).all())
                 if config.on_nonfinite == "skip" and bool(accelerator.reduce(bad.float(), "sum")):
@@ -242,6 +248,7 @@ def train(
                     optimizers.step()
                     window.add_step(terms, batches)
                 optimizers.zero_grad()
+                window.clock.lap("optimizer")
                 done += 1
                 view.advance()
 
@@ -252,10 +259,14 @@ def train(
                 if log_due or save_due or (world == 1 and device.type == "cpu"):  # elsewhere a look stalls the device
                     check_finite(first_bad, done, batches, losses, source, accelerator, run)
                 if log_due:
-                    values = window.values(accelerator) | rates(optimizers, norm if on.reports_norm else None)
+                    values, slow = window.values(accelerator, use, *flops)
+                    values |= rates(optimizers, norm if on.reports_norm else None)
                     window = Window(device)
                     if main:
                         view.say(line(done, config.steps, values))
+                        for name in slow.keys() - said:  # once a run
+                            view.say(f"warning: {slow[name]}")
+                        said |= slow.keys()
                         accelerator.log(numbers(values), step=done)
                         metrics.append(done, values)
                 if save_due:
@@ -289,7 +300,7 @@ def global_counts(
 
 
 def gradients(
-    on: Spread, batches: Sequence[Batch], denominators: dict[str, Tensor]
+    on: Spread, batches: Sequence[Batch], denominators: dict[str, Tensor], clock: gauges.Clock
 ) -> tuple[list[dict[str, Term]], list[Tensor]]:
     """Add up the gradients of the micro-batches, and over ranks with the last one; returns their terms and losses."""
     all_terms, losses = [], []
@@ -297,10 +308,13 @@ def gradients(
         for i, batch in enumerate(batches):
             with on.micro_batch(last=i + 1 == len(batches)):
                 terms = on.model(batch, denominators)
+                clock.lap("forward")
                 on.backward(terms["loss"].sum * on.scale)
+                clock.lap("backward")
             all_terms.append({name: Term(term.sum.detach(), term.count.detach()) for name, term in terms.items()})
             losses.append(terms["loss"].sum.detach())
     on.fill_gradients()
+    clock.lap("backward")  # what is reduced after the last micro-batch
     return all_terms, losses
 
 
@@ -319,7 +333,8 @@ class Window:
         }
         self.num_steps = num_steps
         self.timed_steps = self.num_tokens = 0
-        self.seconds = self.data_seconds = 0.0
+        self.seconds = 0.0
+        self.clock = gauges.Clock(device)
         self.start()
 
     def start(self) -> None:
@@ -346,10 +361,13 @@ class Window:
         """{name: [sum, count]} of this rank, on the host."""
         return {name: pair.tolist() for name, pair in self.sums.items()}
 
-    def values(self, accelerator: Accelerator) -> dict[str, float | None]:
-        """What is logged, summed over ranks: means of the window, speed. None where nothing was counted."""
-        parts = gather(accelerator, (self.totals(), self.num_tokens))
-        totals, num_tokens = add_totals(parts[0]), sum(parts[1])
+    def values(
+        self, accelerator: Accelerator, use: gauges.Gauges, flops: float, peak: float | None
+    ) -> tuple[dict[str, float | None], dict[str, str]]:
+        """What is logged, summed over ranks: means of the window (None where nothing was counted), times, use of the
+        devices; and what is slow (gauges.warnings). flops: per token; peak: of a device per second, None = unknown."""
+        parts = gather(accelerator, (self.totals(), self.num_tokens, self.clock.read(), use.read()))
+        totals, num_tokens, clocks, readings = add_totals(parts[0]), sum(parts[1]), parts[2], parts[3]
         self.pause()
         out: dict[str, float | None] = {}
         for name, (total, count) in totals.items():
@@ -362,11 +380,11 @@ class Window:
         if not out.get("train/idle_batches"):
             out.pop("train/idle_batches", None)
         steps = max(1, self.timed_steps)
-        return out | {
-            "time/tok_s": num_tokens / self.seconds,
-            "time/step_ms": 1000 * self.seconds / steps,
-            "time/data_ms": 1000 * self.data_seconds / steps,
-        }
+        out |= {"time/tok_s": num_tokens / self.seconds, "time/step_ms": 1000 * self.seconds / steps}
+        out |= gauges.split(clocks, steps)
+        if peak is not None:
+            out["time/mfu"] = num_tokens * flops / self.seconds / (peak * accelerator.num_processes)
+        return out | gauges.worst(readings), gauges.warnings(clocks, self.seconds)
 
 
 def add_totals(parts: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:

@@ -25,7 +25,7 @@ from draftsmith.train.checkpoint import versions
 Status = Literal["ok", "warn", "fail"]
 LEAST = {"torch": "2.9", "transformers": "5.8", "accelerate": "1.10", "safetensors": "0.5"}  # as in pyproject.toml
 VISIBLE = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
-ROCM_NODE = {  # one node of 8 GPUs
+ROCM_NODE: dict[str, str | None] = {  # one node of 8 GPUs
     "GPU_MAX_HW_QUEUES": "2",
     "HSA_ENABLE_SDMA": "1",
     "NCCL_MIN_NCHANNELS": "112",
@@ -34,8 +34,12 @@ ROCM_NODE = {  # one node of 8 GPUs
     "RCCL_MSCCLPP_ENABLE": "0",
     "TORCH_BLAS_PREFER_HIPBLASLT": "1",
 }
-ROCM_NODES = {"NCCL_IB_ROCE_VERSION_NUM": "2", "NCCL_CROSS_NIC": "0", "NCCL_P2P_NET_CHUNKSIZE": "524288"}
-FABRICS = {  # what DRAFTSMITH_FABRIC may be; None: any value, but it must be set
+ROCM_NODES: dict[str, str | None] = {
+    "NCCL_IB_ROCE_VERSION_NUM": "2",
+    "NCCL_CROSS_NIC": "0",
+    "NCCL_P2P_NET_CHUNKSIZE": "524288",
+}
+FABRICS: dict[str, dict[str, str | None]] = {  # what DRAFTSMITH_FABRIC may be; None: any value, but it must be set
     "roce": {**ROCM_NODES, "NCCL_IB_GID_INDEX": None, "NCCL_PXN_DISABLE": "1"},
     "ainic": {
         **ROCM_NODES,

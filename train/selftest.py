@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,9 @@ from torch import Tensor
 from draftsmith.models import layers
 from draftsmith.train.preflight import Fact
 
-LARGEST_ERROR = 0.04  # of bf16 against fp32, relative to the largest value: bf16 keeps 8 bits, a gradient sums several errors
+LARGEST_ERROR = (
+    0.04  # of bf16 against fp32, relative to the largest value: bf16 keeps 8 bits, a gradient sums several errors
+)
 BROKEN = "this torch build computes wrong numbers here: take another build or driver; training on it is lost time"
 CURES = {
     "bf16 product": f"{BROKEN}; on ROCm TORCH_BLAS_PREFER_HIPBLASLT=0 tells whether hipBLASLt is at fault",
@@ -129,19 +132,19 @@ def attention_cases() -> Iterator[tuple[Callable[..., Tensor], list[Tensor], Ten
     spans = (layers.BlockSpan(0, 0, 3, (5, 40, 90)), layers.BlockSpan(100, 3, 5, (140, 199)))
     for causal, window in ((False, None), (True, 24)):
 
-        def blocks(*tensors: Tensor, causal: bool = causal, window: int | None = window) -> Tensor:
-            return layers.block_attention(*tensors, spans, causal=causal, window=window)
+        def blocks(q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tensor, by: Any = (causal, window)) -> Tensor:
+            return layers.block_attention(q, k, v, own_k, own_v, spans, causal=by[0], window=by[1])
 
-        shapes = ((5, 6, 4, 32), (200, 2, 32), (200, 2, 32), (5, 7, 2, 32), (5, 7, 2, 32))
-        yield blocks, [draw(*shape) for shape in shapes], torch.randn(5, 6, 4, 32, generator=generator)
+        tensors = [draw(5, 6, 4, 32), draw(200, 2, 32), draw(200, 2, 32), draw(5, 7, 2, 32), draw(5, 7, 2, 32)]
+        yield blocks, tensors, torch.randn(5, 6, 4, 32, generator=generator)
 
     rows = (layers.Span(0, 10, 0, 50), layers.Span(100, 120, 50, 90))
 
-    def chains(*tensors: Tensor) -> Tensor:
-        return layers.chain_attention(*tensors, rows)
+    def chains(q: Tensor, k: Tensor, v: Tensor, chain_k: Tensor, chain_v: Tensor) -> Tensor:
+        return layers.chain_attention(q, k, v, chain_k, chain_v, rows)
 
-    shapes = ((90, 4, 32), (200, 2, 32), (200, 2, 32), (90, 3, 2, 32), (90, 3, 2, 32))
-    yield chains, [draw(*shape) for shape in shapes], torch.randn(90, 4, 32, generator=generator)
+    tensors = [draw(90, 4, 32), draw(200, 2, 32), draw(200, 2, 32), draw(90, 3, 2, 32), draw(90, 3, 2, 32)]
+    yield chains, tensors, torch.randn(90, 4, 32, generator=generator)
 
 
 def sum_error(device: torch.device) -> float:
