@@ -42,7 +42,7 @@ def word_triples(prompt: str) -> set[tuple[str, ...]]:
     return {tuple(words[i : i + 3]) for i in range(len(words) - 2)}
 
 
-@pytest.mark.parametrize(("name", "per_kind"), [("train", 72), ("heldout", 10), ("newwording", 10)])
+@pytest.mark.parametrize(("name", "per_kind"), [("train", 90), ("heldout", 10), ("newwording", 10)])
 def test_every_kind_has_its_number_of_distinct_prompts(name, per_kind):
     found = prompts(name)
     assert Counter(kind for kind, _ in found) == dict.fromkeys(KINDS, per_kind)
@@ -59,15 +59,9 @@ def test_train_and_heldout_follow_the_same_templates(name):
     assert [prompt for kind, prompt in prompts(name) if fillings(kind, prompt) is None] == []
 
 
-def test_heldout_uses_other_fillings():
-    train = {(kind, fillings(kind, prompt)) for kind, prompt in prompts("train")}
-    held = [(kind, fillings(kind, prompt)) for kind, prompt in prompts("heldout")]
-    assert not train & set(held)
-    stories = [values for kind, values in train if kind == "story" and values]
-    for kind, values in held:
-        if kind == "story" and values:
-            assert values[0] not in {animal for animal, _ in stories}
-            assert values[1] not in {deed for _, deed in stories}
+def test_no_heldout_prompt_is_in_training():
+    """A tenth of one pool, drawn at random: other prompts in the same templates, often with a sibling in training."""
+    assert not {prompt for _, prompt in prompts("train")} & {prompt for _, prompt in prompts("heldout")}
 
 
 def test_new_wording_shares_no_template_and_no_three_words_with_training():

@@ -225,10 +225,11 @@ REAL_NUM, REAL_TOKENS, REAL_PROMPTS = 5, 64, 10
 def quickstart() -> Path:
     """The quick start's run folder: trained at the first call, kept in cache/ and reused by every test after that."""
     run = ROOT / "cache" / "tests" / "quickstart"
-    command = [sys.executable, "-m", "draftsmith.train.cli", "run", "quickstart", "--out", str(run)]
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=1400, env=environment)
-    assert done.returncode == 0, f"draftsmith run quickstart failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    for verb in ("train", "export"):
+        command = [sys.executable, "-P", "-m", "draftsmith.train.cli", verb, "quickstart", "--out", str(run)]
+        done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=1400, env=environment)
+        assert done.returncode == 0, f"draftsmith {verb} quickstart:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return run
 
 
