@@ -28,7 +28,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from torch import Tensor
 
-from draftsmith.data.capture import CaptureConfig, check_needs, check_rows, states_of
+from draftsmith.data.capture import CaptureConfig, check_needs, check_rows, states_giver, states_of
 from draftsmith.data.chat import ChatConfig, Row, Source
 from draftsmith.data.regenerate import RegenerateConfig
 from draftsmith.data.shards import DTYPES, FeatureStore, StoredRow, num_labels
@@ -66,7 +66,7 @@ class DataConfig(BaseModel):
 
 
 class LiveRows:
-    """Rows whose states the target computes when they are read; the same numbers as from a FeatureStore.
+    """Rows whose states the target, or a server, computes when they are read; the same numbers as from a FeatureStore.
 
     The states go through the cache's dtype (data.capture.dtype) and stay on the target's device.
     """
@@ -74,7 +74,9 @@ class LiveRows:
     def __init__(self, rows: Sequence[Row], target: Target, needs: Needs, config: CaptureConfig):
         check_needs(target, needs)
         check_rows(rows, target)
-        self.rows, self.target, self.needs, self.config = rows, target, needs, config
+        self.rows, self.needs, self.config = rows, needs, config
+        self.giver = states_giver(target, needs, config)
+        self.runs_ahead = config.server is not None  # the target in this process competes with training for its device
         self.lengths = [len(row.input_ids) for row in rows]
         self.labels = [num_labels(row.loss_mask) for row in rows]
         self.aux_layers = needs.aux_layers
@@ -86,7 +88,7 @@ class LiveRows:
 
     def read(self, indices: Sequence[int]) -> list[StoredRow]:
         chosen = [self.rows[i] for i in indices]
-        return states_of(chosen, self.target, self.needs, self.config, "live target", self.device) if chosen else []
+        return states_of(chosen, self.giver, self.needs, self.config, "live target", self.device) if chosen else []
 
 
 class BatchSource:
@@ -371,7 +373,8 @@ class Prefetch(Generic[T]):
 class Ahead:
     """A BatchSource whose next steps are loaded while the current one trains; `step` gives what the source's would.
 
-    Only reading a cache runs ahead: the live target competes with training for the same device. Use it in a `with`.
+    Reading a cache and asking a server run ahead; the live target in this process competes with training for the same
+    device. Use it in a `with`.
     """
 
     def __init__(self, source: BatchSource, ahead: int = 2):
@@ -380,7 +383,7 @@ class Ahead:
         self._steps: Prefetch[list[Batch]] | None = None
 
     def step(self, step: int, rank: int = 0, world: int = 1) -> list[Batch]:
-        if isinstance(self.source.data, LiveRows):
+        if isinstance(self.source.data, LiveRows) and not self.source.data.runs_ahead:
             return self.source.step(step, rank, world)
         if self._steps is None or self._next != (step, rank, world):  # the first call, or out of order
             self.close()

@@ -15,9 +15,10 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from draftsmith.data.chat import Row
+from draftsmith.data.server_capture import ServerStates
 from draftsmith.data.shards import (
     CODEC,
     DTYPES,
@@ -35,6 +36,7 @@ from draftsmith.models.draft import Needs
 from draftsmith.models.target import Target
 
 CPU = torch.device("cpu")
+_SERVER_ONLY = ("shared_path", "model", "concurrency", "retries", "backoff_s", "timeout_s", "api_key_env")
 
 
 class CaptureConfig(BaseModel):
@@ -53,6 +55,43 @@ class CaptureConfig(BaseModel):
     with short rows a budget may be faster; then cache and live agree up to rounding."""
     verify: Verify = "full"
     """How shards are checked when a cache is opened: "full" hashes them, "size" only looks at their sizes."""
+    server: str | None = None
+    """URL of a vLLM server that computes the states (http://host:8000); None = the target in this process. Its command:
+    `draftsmith serve RECIPE --target-only`. The same weights give the same states up to rounding, so no stage depends
+    on who is asked."""
+    shared_path: str | None = None
+    """Folder that the server leaves its files in, as seen from here; they are removed once read. /dev/shm on one node."""
+    model: str | None = None
+    """Name the server knows the target by; None = target.name."""
+    concurrency: int = Field(default=32, ge=1)
+    """Requests under way, and so the most files in shared_path; enough to keep one server's batch full."""
+    retries: int = Field(default=8, ge=0)
+    """Per request, on overload, connection faults and files that do not come; about 4 minutes in all."""
+    backoff_s: float = Field(default=1.0, gt=0)
+    """Seconds before the first retry; doubles each time, at most 60."""
+    timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds one request, and then its file, may take."""
+    api_key_env: str | None = None
+    """Environment variable that holds the server's key; None = no key is sent."""
+
+    @model_validator(mode="after")
+    def _no_idle_option(self) -> CaptureConfig:
+        fields = type(self).model_fields
+        if self.server is None:
+            for name in _SERVER_ONLY:
+                if (value := getattr(self, name)) != fields[name].default:
+                    raise ValueError(f"{name} {value!r} has no effect with server unset; remove it")
+            return self
+        if not self.server.startswith(("http://", "https://")):
+            raise ValueError(f"server must be a URL such as http://localhost:8000, got {self.server!r}")
+        if self.batch_tokens is not None:
+            raise ValueError(f"batch_tokens {self.batch_tokens} has no effect with a server, which batches as it likes")
+        if self.shared_path is None:
+            raise ValueError(
+                "server needs shared_path: the folder that the server leaves its files in, as seen from here, e.g. "
+                "/dev/shm/states"
+            )
+        return self
 
 
 def describe(target: Target, needs: Needs, config: CaptureConfig, rows: Sequence[Row]) -> dict[str, Any]:
@@ -104,6 +143,7 @@ def capture(
     header = describe(target, needs, config, rows)
     shards = plan_shards([len(row.input_ids) for row in rows], config.shard_tokens)
     writer = ShardWriter(folder, header, len(shards), rank)
+    giver = states_giver(target, needs, config)
 
     mine = [index for index in range(len(shards)) if index % world == rank]
     sizes = {index: sum(len(rows[i].input_ids) for i in shards[index]) for index in mine}
@@ -114,16 +154,21 @@ def capture(
     done = total - sum(sizes[index] for index in missing)
     for index in missing:
         chosen = [rows[i] for i in shards[index]]
-        writer.write(index, states_of(chosen, target, needs, config, str(folder / shard_name(index))))
+        writer.write(index, states_of(chosen, giver, needs, config, str(folder / shard_name(index))))
         done += sizes[index]
         if progress is not None:
             progress(done, total)
     return FeatureStore.open(folder, header, verify="size") if writer.finish() else None
 
 
+def states_giver(target: Target, needs: Needs, config: CaptureConfig) -> Target | ServerStates:
+    """Who computes the states: the target in this process, or the server that the config names."""
+    return target if config.server is None else ServerStates(target, needs, config)
+
+
 def states_of(
     rows: Sequence[Row],
-    target: Target,
+    giver: Target | ServerStates,
     needs: Needs,
     config: CaptureConfig,
     where: str,
@@ -131,7 +176,7 @@ def states_of(
 ) -> list[StoredRow]:
     """The rows with their target states, on `device`, in the cache's dtype. `where` stands in front of errors."""
     ids = [torch.tensor(row.input_ids, dtype=torch.int64) for row in rows]
-    captured = target.states(ids, needs, max_batch_tokens=config.batch_tokens or 1)
+    captured = giver.states(ids, needs, max_batch_tokens=config.batch_tokens or 1)
     dtype = DTYPES[config.dtype]
     stored = []
     for row, tokens, (features, last_hidden, target_kv) in zip(rows, ids, captured, strict=True):
@@ -143,7 +188,7 @@ def states_of(
             row.id,
             {layer: (k.to(device, dtype), v.to(device, dtype)) for layer, (k, v) in target_kv.items()},
         )
-        check_states(with_states, needs.aux_layers, target.spec.hidden_size, where)
+        check_states(with_states, needs.aux_layers, giver.spec.hidden_size, where)
         stored.append(with_states)
     return stored
 

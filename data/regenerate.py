@@ -190,7 +190,7 @@ class ServerEngine:
         body |= {"temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p, "seed": seed}
         body |= {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
         body |= {"stop_token_ids": stop_ids, "return_token_ids": True, "add_special_tokens": False}
-        reply = self._post(body)
+        reply = self.post(body)
         choice = (reply.get("choices") or [{}])[0]
         ids, seen = choice.get("token_ids"), choice.get("prompt_token_ids")
         if ids is None or seen is None:
@@ -208,13 +208,13 @@ class ServerEngine:
             raise ServerError(f"{self.url}: finish_reason {finish!r}, wanted 'stop' or 'length'; look at its log")
         return Answer(ids, finish)
 
-    def _post(self, body: dict[str, Any]) -> dict[str, Any]:
+    def post(self, body: dict[str, Any]) -> dict[str, Any]:
         """The reply's JSON object; waits and tries again on faults that may pass."""
         request = urllib.request.Request(self.url, json.dumps(body).encode(), self.headers)
         problem, wait = "", 0.0
         for attempt in range(self.config.retries + 1):
             if attempt:
-                time.sleep(max(wait, self._delay(attempt)))
+                time.sleep(max(wait, self.delay(attempt)))
                 wait = 0.0
             try:
                 with urllib.request.urlopen(request, timeout=self.config.timeout_s) as reply:
@@ -228,10 +228,10 @@ class ServerEngine:
                 problem = f"{type(error).__name__}: {error}"
         raise ServerError(
             f"{self.url}: no answer after {self.config.retries + 1} attempts, last {problem}; see that the server runs, "
-            "then start the same command again: finished chats are kept"
+            "then start the same command again: finished chats and shards are kept"
         )
 
-    def _delay(self, attempt: int) -> float:
+    def delay(self, attempt: int) -> float:
         """Exponential back-off with jitter, so that many clients do not come back at once."""
         return min(60.0, self.config.backoff_s * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0)
 
@@ -285,7 +285,7 @@ def regenerate(
             return _answer_wave(wave, engine, template, config, stop_ids)
 
         waves = _unfinished(_waves(chats, engine.wave), log)
-        for lines in _as_finished(work, waves, engine.workers):
+        for lines in as_finished(work, waves, engine.workers):
             for line in lines:
                 if line["chat"] not in log.done:
                     log.write(line)
@@ -490,7 +490,7 @@ def _unfinished(waves: Iterable[list[tuple[int, Chat | Dropped]]], log: _Log) ->
         )
 
 
-def _as_finished(work: Callable[[list], list], items: Iterable[list], workers: int) -> Iterator[list]:
+def as_finished(work: Callable[[list], list], items: Iterable[list], workers: int) -> Iterator[list]:
     """work(item) of every item, in the order they finish, at most `workers` at a time; its errors are raised here."""
     if workers == 1:
         yield from map(work, items)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -53,6 +54,7 @@ REPLAYS = "linear_attention"
 REPLAYED = "linear_attn"
 
 FINAL_NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm")  # what cores call the norm in front of the head
+BALANCED = "balanced"  # target.device: the layers spread over the GPUs of a node
 PREFILL_TOKENS = 4096  # tokens of one prefill pass in generate: bounds activations, large enough to fill a device
 
 
@@ -75,7 +77,8 @@ class TargetConfig(BaseModel):
     chat_template: str | None = None
     """Jinja file that replaces the tokenizer's chat template."""
     device: str = "auto"
-    """auto = the current GPU if there is one, else the CPU."""
+    """auto = the current GPU if there is one, else the CPU; balanced = the layers spread over all GPUs of this node, for
+    capturing from a target that one GPU does not hold."""
     ends_only: bool = False
     """Load embedding, final norm and head without the layers between: enough to train a draft from captured states on a
     device that the whole target does not fit."""
@@ -156,9 +159,12 @@ class Target:
         if source is not None and config.revision is not None:
             raise ValueError(f"target.revision: {config.revision!r} has no effect, {config.name} is local; remove it")
         where = {"pretrained_model_name_or_path": str(source or config.name), "revision": config.revision or "main"}
-        device = _device(config.device)
+        device = _device(config.device, config.ends_only)
         model: Any = _load_ends(where, config, device) if config.ends_only else _load_model(where, config)
-        model = model if config.ends_only else model.to(device)
+        if config.device == BALANCED:
+            check_spread(config.name, getattr(model, "hf_device_map", {}))
+        elif not config.ends_only:
+            model = model.to(device)
         return cls(model, _load_tokenizer(where, config), config, source)
 
     # -- what drafts bind to --------------------------------------------------------------------------------------
@@ -173,7 +179,7 @@ class Target:
     @property
     def embedding(self) -> Tensor:
         """[V, D], without the embedding scale."""
-        return embedding_of(self.core).weight
+        return embedding_of(self.core).weight.to(self.device)  # elsewhere only where the target is spread
 
     @property
     def head(self) -> Tensor:
@@ -181,13 +187,38 @@ class Target:
         return self._head.weight
 
     @property
+    def positions_learned(self) -> bool:
+        """Whether positions are added to the embedding, so that state 0 is not the embedding alone."""
+        return self._positions_learned
+
+    @property
+    def spread(self) -> bool:
+        """Whether the layers stand on more than one device."""
+        return len(set(getattr(self.model, "hf_device_map", {}).values())) > 1
+
+    @torch.no_grad()
+    def normed(self, states: Tensor) -> Tensor:
+        """State N, after the last layer, [..., D] -> last hidden, what goes into the head."""
+        norm = self._norm
+        if norm is None:
+            raise ValueError(
+                f"{self.spec.name}: its core names no final norm ({', '.join(FINAL_NORMS)}), so states in front of it are "
+                "of no use; capture in process"
+            )
+        return norm(states.to(self.dtype)).to(self.device)
+
+    @property
+    def _norm(self) -> nn.Module | None:
+        return next((m for n in FINAL_NORMS if (m := getattr(self.core, n, None)) is not None), None)
+
+    @property
     def final_norm(self) -> Tensor | None:
         """[D], the gains of the norm in front of the head; None when the core names none."""
-        norm = next((m for n in FINAL_NORMS if (m := getattr(self.core, n, None)) is not None), None)
+        norm = self._norm
         if norm is None or isinstance(norm, nn.LayerNorm):
             return None if norm is None else norm.weight
         with torch.no_grad():  # a norm of ones is its gains, whether it multiplies by w or by 1 + w
-            return norm(torch.ones(self.spec.hidden_size, dtype=self.dtype, device=self.device))
+            return norm(torch.ones(self.spec.hidden_size, dtype=self.dtype, device=self.device)).to(self.device)
 
     def bind(self, draft: Draft) -> None:
         """Lend the draft the frozen tensors it works with."""
@@ -284,8 +315,8 @@ class Target:
             nullcontext() if cache is None else cache.recording(),
             self._captured(needs.aux_layers) as states,
         ):
-            last_hidden = self.core(input_ids=input_ids, **arguments).last_hidden_state
-        features = torch.cat([states[k] for k in needs.aux_layers], -1) if needs.aux_layers else None
+            last_hidden = self.core(input_ids=input_ids, **arguments).last_hidden_state.to(self.device)
+        features = torch.cat([states[k].to(self.device) for k in needs.aux_layers], -1) if needs.aux_layers else None
         if whole is None:
             return TargetOutput(features, last_hidden)
         whole.advance([input_ids.shape[1]] * len(input_ids))
@@ -349,6 +380,11 @@ class Target:
 
     def new_cache(self, batch_size: int, max_len: int) -> TargetCache:
         """An empty cache for batch_size rows of at most max_len tokens; refused where rollback would not be exact."""
+        if self.spread:
+            raise ValueError(
+                f"target.device {BALANCED}: {self.spec.name} stands on several devices, and only capture works so; let a "
+                f"server answer (data.regenerate.server), and measure where the target fits one device"
+            )
         mixers = self._mixers()
         foreign = sorted(set(self.layer_kinds) - {*ROLLS_BACK, REPLAYS})
         if foreign or (self.model._is_stateful and not mixers):
@@ -533,7 +569,7 @@ class Target:
             )
         out = self.forward(ids, needs=Needs(aux_layers=tuple(range(self.num_layers))))
         assert out.features is not None
-        states = torch.cat(truth.hidden_states[:-1], -1)
+        states = torch.cat([state.to(self.device) for state in truth.hidden_states[:-1]], -1)
         rows = self.embedding[ids] * self.spec.embedding_scale
         if not self._positions_learned and not torch.allclose(rows, truth.hidden_states[0], rtol=1e-2):
             raise ValueError(self._not_understood("embeddings", rows, truth.hidden_states[0]))
@@ -802,6 +838,7 @@ def _load_model(where: dict[str, str], config: TargetConfig) -> PreTrainedModel:
             config=settings,
             dtype=config.dtype,
             attn_implementation=config.attention,
+            device_map=BALANCED if config.device == BALANCED else None,
             output_loading_info=True,
             ignore_mismatched_sizes=trunk is not None,  # they are refused below, by name
         )
@@ -901,7 +938,33 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0]
 
 
-def _device(name: str) -> torch.device:
-    if name != "auto":
-        return torch.device(name)
+def _device(name: str, ends_only: bool = False) -> torch.device:
+    """The device a name means; for a target that is spread, the one its ends would stand on."""
+    if name == BALANCED:
+        if ends_only:
+            raise ValueError(f"target.device {BALANCED} has no effect with target.ends_only; remove one of the two")
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ValueError(
+                f"target.device {BALANCED} spreads the target over all GPUs of the node, but {os.environ['WORLD_SIZE']} "
+                "processes were started; run `draftsmith capture` without a launcher"
+            )
+    elif name != "auto":
+        try:
+            return torch.device(name)
+        except RuntimeError as error:
+            raise ValueError(
+                f"target.device: {name!r} is no device; use auto, cpu, cuda:0 or {BALANCED}. Tensor parallel targets run "
+                "in a server: data.capture.server"
+            ) from error
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def check_spread(name: str, places: dict[str, Any]) -> None:
+    """Refuse a device map that leaves a part of the target on the disk, or on the CPU beside GPUs."""
+    off = sorted(part for part, place in places.items() if str(place) in ("cpu", "disk"))
+    if off and (len(off) < len(places) or "disk" in places.values()):  # all on the CPU: there is no GPU
+        raise ValueError(
+            f"target.device {BALANCED}: {name} does not fit the GPUs of this node, {', '.join(off[:3])} would "
+            f"stay on the CPU or the disk ({len(off)} of {len(places)} parts); capture from a server of more nodes "
+            "(data.capture.server)"
+        )

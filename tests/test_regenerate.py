@@ -473,7 +473,7 @@ def test_a_final_fault_is_not_retried_and_shows_what_the_server_said(tmp_path, s
 def test_a_server_that_stays_away_ends_in_an_error_and_what_was_answered_is_kept(tmp_path, serve):
     server = serve([*[None] * 6, *[503] * 1000])
     with pytest.raises(
-        ServerError, match="no answer after 3 attempts, last HTTP 503: not now.*finished chats are kept"
+        ServerError, match="no answer after 3 attempts, last HTTP 503: not now.*finished chats and shards are kept"
     ):
         ask(tmp_path, server, prompts(12), retries=2)
     kept = len((tmp_path / "answers.jsonl").read_text().splitlines())

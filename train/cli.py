@@ -328,12 +328,16 @@ def serve(
     target: TargetOption = None,
     draft: DraftOption = None,
     start: Annotated[bool, typer.Option("--start", help="Start the server instead of printing the command.")] = False,
+    target_only: Annotated[
+        bool, typer.Option("--target-only", help="The server that data.capture.server asks for the target's states.")
+    ] = False,
 ) -> None:
-    """Print (or start) the right vLLM command for the exported draft.
+    """Print (or start) the right vLLM command for the exported draft, or for capturing from its target.
 
     Example: draftsmith serve tiny-eagle3
     """
-    _stages(recipe, overrides, out, smoke, target=target, draft=draft).serve(start)
+    stages = _stages(recipe, overrides, out, smoke, target=target, draft=draft, quiet=target_only)
+    stages.serve(start, target_only)
 
 
 @app.command()

@@ -321,7 +321,14 @@ class Material:
         self.target.needs_ok(needs)
         header = describe(self.target, needs, config, rows)
         if self.target.config.ends_only:
-            return self._captured_before(name, header)
+            before = self._captured_before(name, header)
+            if before is not None:
+                return before
+            if config.server is None:
+                raise ValueError(
+                    f"target.ends_only: no captured states of the {name} rows under {CACHE}/; run `draftsmith capture "
+                    f"{self.recipe.name}` first, where the whole target fits, or with data.capture.server"
+                )
         folder = stage_dir(CACHE, "features", header)
         if stage_counts(folder) is not None:
             store = FeatureStore.open(folder, header, config.verify)
@@ -337,6 +344,9 @@ class Material:
                 last = done
 
             found = capture(rows, self.target, needs, folder, config, self.rank, self.world, told)
+            while found is None and self.world > 1:  # a rank that ended now would take the others with it
+                time.sleep(0.5)
+                found = capture(rows, self.target, needs, folder, config, self.rank, self.world)
         if found is None:
             raise RuntimeError(
                 f"{folder}: this rank is done, others still write; run the same command again when they are"
@@ -350,20 +360,17 @@ class Material:
         )
         return found
 
-    def _captured_before(self, name: str, header: dict[str, Any]) -> FeatureStore:
-        """States of these rows that the whole target gave: their key differs in the weights' fingerprint alone, which
-        a target without layers cannot tell."""
+    def _captured_before(self, name: str, header: dict[str, Any]) -> FeatureStore | None:
+        """Finished states of these rows, from the whole target or a server: their key differs in the weights' fingerprint
+        alone, which a target without layers cannot tell."""
         for path in sorted(CACHE.glob("features-*/key.json")):
             key = report.read_json(path)
             if key["target"] | {"weights_fingerprint": None} != header["target"]:
                 continue
             if key | {"target": None} == header | {"target": None} and stage_counts(path.parent) is not None:
-                self.say(f"features  {name}: {path.parent}, captured from the whole target")
+                self.say(f"features  {name}: {path.parent} is done (captured before)")
                 return FeatureStore.open(path.parent, key, self.recipe.data.capture.verify)
-        raise ValueError(
-            f"target.ends_only: no captured states of the {name} rows under {CACHE}/; run `draftsmith capture "
-            f"{self.recipe.name}` first, where the whole target fits"
-        )
+        return None
 
     def capture(self) -> None:
         if self.recipe.data.source == "live":

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from draftsmith.data import server_capture
 from draftsmith.data.batches import Ahead, BatchSource, DataConfig, target_mass, token_stats
 from draftsmith.data.capture import checksum
 from draftsmith.data.chat import (
@@ -40,6 +41,7 @@ from draftsmith.eval.release import release
 from draftsmith.eval.runtime import Schedule
 from draftsmith.models import export, warm
 from draftsmith.models.draft import Draft
+from draftsmith.models.target import Target
 from draftsmith.train.checkpoint import latest
 from draftsmith.train.loop import TrainConfig, train
 from draftsmith.train.material import Material, draft_in
@@ -394,8 +396,19 @@ class Stages(Material):
         """The command for the very target that was measured: its local files where it has some, else its Hub id."""
         return export.serve_command(self.out / "export", str(self.target.folder or self.recipe.target.name))
 
-    def serve(self, start: bool = False) -> None:
-        command = self.serve_command()
+    def target_command(self) -> str:
+        """The command of the server that `data.capture.server` asks for states; loads no layers of the target."""
+        if "data" not in self.recipe.sections or "draft" not in self.recipe.sections:
+            raise ValueError("--target-only takes the layers from a recipe; give one instead of --target and --draft")
+        data: DataConfig = self.recipe.data
+        ends = self.recipe.target.model_copy(update={"ends_only": True, "device": "cpu"})
+        self.__dict__["target"] = Target.load(ends)  # embedding, norm and head are all the layer ids need
+        return server_capture.shell(
+            server_capture.serve_command(self.target, self._untrained.needs, data.capture, data.max_len)
+        )
+
+    def serve(self, start: bool = False, target_only: bool = False) -> None:
+        command = self.target_command() if target_only else self.serve_command()
         if not start:
             print(command)
             return
