@@ -40,10 +40,10 @@ def test_a_source_that_runs_the_target_is_capture(tmp_path):
 def test_a_stalled_loader_is_said_once(tmp_path, capsys):
     class Slow(ToySource):
         def step(self, step, rank, world):
-            time.sleep(0.05)
+            time.sleep(0.03)
             return super().step(step, rank, world)
 
-    train(ToyDraft(), None, Slow(), config(steps=4), tmp_path)
+    train(ToyDraft(), None, Slow(), config(steps=20, log_every=10), tmp_path)
     said = capsys.readouterr().out
     assert said.count("warning: the loader holds training up: ") == 1
     assert "put cache/ on a local disk" in said
@@ -52,13 +52,16 @@ def test_a_stalled_loader_is_said_once(tmp_path, capsys):
 def test_a_slow_rank_is_named_with_its_factor():
     usual = [rank(data=0.1, forward=0.9, backward=2.0) for _ in range(7)]
     slow = rank(data=0.1, forward=1.9, backward=2.0)
-    found = gauges.warnings([*usual[:3], slow, *usual[3:]], seconds=4.0)
+    found = gauges.warnings([*usual[:3], slow, *usual[3:]], steps=10, seconds=4.0)
     assert list(found) == ["rank 3"]
     assert found["rank 3"].startswith("rank 3 is slow: 2.0 times the usual time for data and forward")
-    assert gauges.warnings(usual, seconds=4.0) == {}
-    assert gauges.warnings([rank(forward=1e-3), rank(forward=9e-3)], seconds=4.0) == {}  # nothing worth a line
-    assert list(gauges.warnings([rank(data=1.5)], seconds=4.0)) == ["loader"]
-    assert gauges.warnings([rank(capture=3.9)], seconds=4.0) == {}  # the target is meant to work
+    assert gauges.warnings(usual, steps=10, seconds=4.0) == {}
+    assert gauges.warnings([*usual, slow], steps=2, seconds=4.0) == {}  # chance
+    assert (
+        gauges.warnings([rank(forward=1e-3), rank(forward=9e-3)], steps=10, seconds=4.0) == {}
+    )  # nothing worth a line
+    assert list(gauges.warnings([rank(data=1.5)], steps=10, seconds=4.0)) == ["loader"]
+    assert gauges.warnings([rank(capture=3.9)], steps=10, seconds=4.0) == {}  # the target is meant to work
 
 
 def test_the_split_names_every_rank():

@@ -170,7 +170,7 @@ def test_a_teacher_outside_the_draft_vocabulary_is_a_miss_and_no_row_of_ce():
 @pytest.mark.parametrize("name", ["kl", "ce", "tv", "nla", "lk"])
 @pytest.mark.parametrize("noise", [0.3, 0.1, 0.03])
 def test_bf16_logits_keep_the_gradient_within_one_percent(name, noise):
-    """The head is the identity, so that the same bf16 logits go into both; p - q cancels as the noise gets small."""
+    """H-TN-2. The head is the identity: the same bf16 logits go into both; p - q cancels as the noise gets small."""
     size, rows = 1024, 16
     generator = torch.Generator().manual_seed(0)
     target = (torch.randn(rows, size, generator=generator) * 2).bfloat16()

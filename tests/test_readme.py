@@ -101,6 +101,9 @@ def fault_of(words: list[str]) -> str | None:
             return launch_fault(words[1:])
         case "bash":
             return None if (ROOT / words[1]).is_file() else f"no file {words[1]}"
+        case "sbatch":
+            scripts = [word for word in words if word.endswith(".sh")]
+            return None if scripts and (ROOT / scripts[0]).is_file() else f"no script in {words}"
         case word if word in OTHERS:
             return None
     return f"{words[0]} is not a command that this test knows"
@@ -247,7 +250,8 @@ def path_faults(text: str) -> Iterator[str]:
     """Links, and paths in `code` or in shell blocks that start in one of our folders."""
     outside = prose(text)
     for found in re.finditer(r"\]\(([^)#\s]+)", outside):
-        if not re.match(r"\w+:", found[1]) and not (ROOT / found[1]).exists():
+        places = (ROOT / found[1], ROOT / "docs" / found[1])  # pages of docs/ link to each other by name
+        if not re.match(r"\w+:", found[1]) and not any(place.exists() for place in places):
             yield f"{outside[: found.start()].count(chr(10)) + 1}: link to {found[1]}, which does not exist"
     mentioned = [(line, word) for line, span in spans(text) for word in span.split()]
     mentioned += [(line, w) for b in blocks(text) if b.language in SHELL for line, ws in commands(b) for w in ws]

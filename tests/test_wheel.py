@@ -70,7 +70,7 @@ def test_the_wheel_holds_the_packages_and_their_data_and_nothing_else(wheel):
     shipped = {
         f"draftsmith/{folder}/{path.name}"
         for folder in FOLDERS
-        for pattern in ("*.py", "py.typed", "*.yaml", "*.jsonl", "*.j2")
+        for pattern in ("*.py", "py.typed", "*.yaml", "*.jsonl", "*.j2", "*.sh")
         for path in (ROOT / folder).glob(pattern)
     }
     assert {name for name in names if name.startswith("draftsmith/")} == shipped

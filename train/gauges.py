@@ -37,6 +37,7 @@ PEAK_TFLOPS = {  # dense bf16, from the vendors' data sheets
     "A100": 312.0,
 }
 STALLED = 0.3  # share of a step that the loader may take before it is said
+LEAST_STEPS = 10  # shorter windows are judged by chance
 SLOW = 1.5  # own work of a rank over the median of the ranks, before it is said
 
 
@@ -91,9 +92,11 @@ def split(by_rank: Sequence[Mapping[str, float]], steps: int) -> dict[str, float
     return out
 
 
-def warnings(by_rank: Sequence[Mapping[str, float]], seconds: float) -> dict[str, str]:
-    """{what is slow: a line about it}, for a window of `seconds`."""
-    found = {}
+def warnings(by_rank: Sequence[Mapping[str, float]], steps: int, seconds: float) -> dict[str, str]:
+    """{what is slow: a line about it}, for a window of so many steps and seconds."""
+    found: dict[str, str] = {}
+    if steps < LEAST_STEPS:
+        return found
     data = max(rank["data"] for rank in by_rank)
     if data > STALLED * seconds:
         found["loader"] = (
@@ -106,7 +109,7 @@ def warnings(by_rank: Sequence[Mapping[str, float]], seconds: float) -> dict[str
         number = work.index(slowest)
         found[f"rank {number}"] = (
             f"rank {number} is slow: {slowest / usual:.1f} times the usual time for data and forward; look at its "
-            "GPU's clock, temperature and other programs (draftsmith doctor on its node)"
+            "device's clock, temperature and other programs (draftsmith doctor on its node)"
         )
     return found
 

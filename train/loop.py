@@ -384,7 +384,7 @@ class Window:
         out |= gauges.split(clocks, steps)
         if peak is not None:
             out["time/mfu"] = num_tokens * flops / self.seconds / (peak * accelerator.num_processes)
-        return out | gauges.worst(readings), gauges.warnings(clocks, self.seconds)
+        return out | gauges.worst(readings), gauges.warnings(clocks, self.timed_steps, self.seconds)
 
 
 def add_totals(parts: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
