@@ -43,7 +43,9 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.06, torch.float16: 0.02}
 """Largest |server - transformers| / |transformers| of a layer's states in the probe. Two kernels differ by far less, and
 two layers by more; where they do not, the nearest layer decides."""
 APPEARS_S = 5.0  # seconds until a file that another machine wrote is seen through a network file system
-LOCK = ".lock"
+SUFFIX, LOCK = ".safetensors", ".lock"
+GREEDY = {"temperature": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+"""Sent with every request: vLLM otherwise takes what the model's generation config says."""
 
 
 # -- the server ------------------------------------------------------------------------------------------------------
@@ -166,7 +168,7 @@ class ServerStates:
                 f"a row of {len(ids)} tokens: a server must also generate one, and {self.spec.name} has "
                 f"{self.spec.max_positions} positions; lower data.max_len to {self.spec.max_positions - 1}"
             )
-        body = {"model": self.engine.model, "prompt": ids, "max_tokens": 1, "temperature": 0.0}
+        body = {"model": self.engine.model, "prompt": ids, "max_tokens": 1, **GREEDY}
         body |= {"return_token_ids": True, "add_special_tokens": False}
         problem: Exception | None = None
         for attempt in range(self.config.retries + 1):
@@ -194,6 +196,10 @@ class ServerStates:
             raise ServerError(
                 f"{self.engine.url}: the reply names no hidden_states_path ({', '.join(sorted(reply)) or 'empty'}); the "
                 "server runs without hidden-states connector; start it with `draftsmith serve RECIPE --target-only`"
+            )
+        if not named.endswith(SUFFIX):  # it will be removed, so nothing else may be meant
+            raise ServerError(
+                f"{self.engine.url}: the reply names no file of states but {named!r}; look at its connector"
             )
         return self.folder / Path(named).name
 

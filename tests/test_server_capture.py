@@ -33,6 +33,7 @@ from draftsmith.data.server_capture import ServerStates, layer_ids, serve_comman
 from draftsmith.models.draft import Needs
 from draftsmith.models.target import Target, TargetConfig, check_spread
 from draftsmith.train import cli
+from draftsmith.train.stages import Stages
 
 NEEDS = Needs(aux_layers=(0, 2, 3))
 NUM_LAYERS = 6
@@ -137,7 +138,9 @@ class Handler(BaseHTTPRequestHandler):
         assert body["max_tokens"] == 1
         reply: dict[str, Any] = {"choices": [{"token_ids": [following], "finish_reason": "length"}]}
         if fault != "no connector":  # the server's own name of the folder, which need not be ours
-            reply["kv_transfer_params"] = {"hidden_states_path": f"/mnt/other/{path.name}"}
+            reply["kv_transfer_params"] = {
+                "hidden_states_path": "/" if fault == "no name" else f"/mnt/other/{path.name}"
+            }
         self.reply(200, reply)
 
     def reply(self, status: int, value: dict[str, Any]) -> None:
@@ -235,6 +238,36 @@ def test_no_more_requests_and_files_than_allowed_are_under_way(target, rows, ser
     assert server.most_files <= 3
 
 
+@pytest.mark.parametrize("source", ["cache", "live"])
+def test_a_recipe_trains_with_the_ends_of_its_target_and_a_server(folder, serve, tmp_path, monkeypatch, source):
+    """From chats to a trained draft, without a layer of the target in this process."""
+    monkeypatch.chdir(tmp_path)
+    server, config = serve(layers=[1, 3, 5, NUM_LAYERS])
+    chats = [[("user", f"say {c}"), ("assistant", c * 9)] for c in "abcd"]
+    lines = [json.dumps({"messages": [{"role": r, "content": c} for r, c in chat]}) for chat in chats]
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines) + "\n")
+    values = {
+        "target.name": folder,
+        "target.ends_only": "true",
+        "draft.aux_layers": "[1,3,5]",
+        "data.train": tmp_path / "chats.jsonl",
+        "data.evaluation": "{heldout: " + str(tmp_path / "chats.jsonl") + "}",
+        "data.regenerate": "null",
+        "data.source": source,
+        "data.capture.server": config.server,
+        "data.capture.shared_path": config.shared_path,
+        "train.steps": 2,
+        "train.warmup_steps": 1,
+    }
+    for _ in range(2):  # the second time everything is found
+        stages = Stages.from_recipe("tiny-eagle3", [f"{k}={v}" for k, v in values.items()], smoke=True)
+        stages.train()
+    captured = len(chats) + 1  # the held-out rows are the same, so they are found; one is the probe
+    assert server.num_requests == captured if source == "cache" else server.num_requests > captured
+    assert (stages.draft_folder() / "draft.safetensors").is_file()
+    assert list(server.shared.iterdir()) == []
+
+
 # -- faults that pass ------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("fault", [503, 429, "no file", "torn", "slow"])
 def test_passing_faults_are_waited_out(target, rows, serve, tmp_path, fault):
@@ -267,6 +300,7 @@ def test_a_capture_that_failed_goes_on_where_it_stopped(target, rows, serve, tmp
         ),
         ("half", r"states in torch.bfloat16, the target is torch.float32; give the server the same --dtype"),
         ("no connector", r"names no hidden_states_path \(choices\).*without hidden-states connector.*--target-only"),
+        ("no name", r"names no file of states but '/'"),
         ("no file", r"no states after 3 attempts: .*gave its lock free but wrote no file.*server's log"),
         ("no lock", r"no states after 3 attempts: .*is data.capture.shared_path the folder"),
         ("torn", r"no states after 3 attempts: .*SafetensorError"),
@@ -281,7 +315,7 @@ def test_lasting_faults_end_the_capture_with_their_cause(target, rows, serve, tm
     with pytest.raises(ServerError, match=message):
         capture(rows, target, NEEDS, tmp_path / "states", config)
     left = list(server.shared.iterdir())
-    assert left == [] or fault == "no connector"  # then nobody knows the file's name
+    assert left == [] or fault in ("no connector", "no name")  # then nobody knows the file's name
 
 
 @pytest.mark.parametrize("layers", [[0, 3, 2, 6], [0, 2, 4, 6], [0, 1, 2, 6]])
