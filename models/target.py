@@ -241,6 +241,11 @@ class Target:
                 raise ValueError(
                     f"draft.aux_layers: {k} does not exist in {self.spec.name} with {last} layers; use 0..{last - 1}"
                 )
+        if needs.target_kv_layers and self.spread:
+            raise ValueError(
+                f"target.device {BALANCED}: this draft reads keys and values of {self.spec.name}, which are only kept on one "
+                f"device; capture where the target fits one"
+            )
         for k in needs.target_kv_layers:
             self.kv_shape(k)
         if self._head.bias is not None:

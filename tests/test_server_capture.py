@@ -412,6 +412,27 @@ def test_serve_target_only_prints_the_recipe_s_layers(folder, tmp_path, monkeypa
     assert layers == {"eagle_aux_hidden_state_layer_ids": [1, 3, 5, 6]}
 
 
+def test_serve_target_only_start_runs_what_it_prints(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    vllm = tmp_path / "bin" / "vllm"
+    vllm.parent.mkdir()
+    vllm.write_text('#!/bin/sh\nprintf "%s\\n" "$@" > said\nexit 7\n')
+    vllm.chmod(0o755)
+    monkeypatch.setenv("PATH", str(vllm.parent), prepend=":")
+    asked = ["data.capture.server=http://localhost:8123", f"data.capture.shared_path={tmp_path}"]
+    arguments = ["serve", "tiny-eagle3", f"target.name={folder}", "target.dtype=float32", *asked, "--target-only"]
+    printed = CliRunner().invoke(cli.app, arguments).stdout
+    assert CliRunner().invoke(cli.app, [*arguments, "--start"]).exit_code == 7  # the server's own
+    assert (tmp_path / "said").read_text().splitlines() == shlex.split(printed)[1:]
+
+
+def test_the_command_needs_a_server_in_the_recipe(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(cli.app, ["serve", "tiny-eagle3", f"target.name={folder}", "--target-only"])
+    assert isinstance(result.exception, ValueError)
+    assert "data.capture.server and data.capture.shared_path must say" in str(result.exception)
+
+
 # -- a target spread over devices ------------------------------------------------------------------------------------
 def test_a_balanced_target_gives_the_same_states(target, folder, rows):
     """On this machine there is one device to balance over; several GPUs were not run by us."""

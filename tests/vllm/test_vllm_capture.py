@@ -36,6 +36,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 NEEDS = Needs(aux_layers=(0, 1, 3))
 STARTS_S = 600  # a busy machine of two cores imports vLLM in a minute
+LIVES_S = 880
 MAX_LEN = 96
 
 
@@ -70,6 +71,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     # the CPU build's `vllm` cannot find its own version; the module behind `vllm serve` does not ask for it
     words[:2] = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model"]
     words += ["--host", "127.0.0.1", "--max-num-seqs", "4", "--enforce-eager"]
+    words = ["timeout", "--kill-after=10", str(LIVES_S), *words]  # should this process be killed, the server ends too
     surroundings = {
         "PYTHONPATH": str(Path(__file__).parent),
         "HF_HUB_OFFLINE": "1",
