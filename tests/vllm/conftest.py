@@ -25,15 +25,21 @@ Results = dict[str, dict[str, Any]]
 
 
 @pytest.fixture(scope="session")
-def vllm(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Results]:
-    """run(cases, v2=False) -> {case name: what check.py reports}; see check.py for all three."""
+def vllm_python() -> str:
+    """The interpreter of vLLM's environment."""
     if not PYTHON.is_file():
         pytest.skip(f"no vLLM environment at {PYTHON}; `make vllm-test` makes it")
+    return str(PYTHON)
+
+
+@pytest.fixture(scope="session")
+def vllm(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Results]:
+    """run(cases, v2=False) -> {case name: what check.py reports}; see check.py for all three."""
 
     def run(cases: list[dict[str, Any]], v2: bool = False) -> Results:
         folder = tmp_path_factory.mktemp("check")
         (folder / "cases.json").write_text(json.dumps(cases))
-        command = [str(PYTHON), "-P", str(CHECK), str(folder / "cases.json"), str(folder / "results.json")]
+        command = [vllm_python, "-P", str(CHECK), str(folder / "cases.json"), str(folder / "results.json")]
         command += ["--v2"] if v2 else []
         done = subprocess.run(command, cwd=folder, text=True, capture_output=True, timeout=1500)
         assert done.returncode == 0, f"check.py failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"

@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from conftest import PYTHON
 from served import SIZES
 from tiny import save_target, target_model, tokenizer
 
@@ -46,10 +45,8 @@ class Server(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A vLLM server of a tiny target; the whole process group is gone afterwards, however the tests end."""
-    if not PYTHON.is_file():
-        pytest.skip(f"no vLLM environment at {PYTHON}; `make vllm-test` makes it")
     folder = tmp_path_factory.mktemp("capture")
     (folder / "states").mkdir()
     place = folder / "target"
@@ -69,7 +66,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     ends = Target.load(TargetConfig(name=str(place), dtype="float32", ends_only=True))
     words = serve_command(ends, NEEDS, config, MAX_LEN, "CpuHiddenStatesConnector", "cpu_connector")
     # the CPU build's `vllm` cannot find its own version; the module behind `vllm serve` does not ask for it
-    words[:2] = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model"]
+    words[:2] = [vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--model"]
     words += ["--host", "127.0.0.1", "--max-num-seqs", "4", "--enforce-eager"]
     words = ["timeout", "--kill-after=10", str(LIVES_S), *words]  # should this process be killed, the server ends too
     surroundings = {
