@@ -32,6 +32,7 @@ from torch import Tensor
 
 from draftsmith.data.regenerate import RegenerateConfig, ServerEngine, ServerError, as_finished
 from draftsmith.models.draft import Needs
+from draftsmith.models.export import extraction_config
 from draftsmith.models.target import States, Target
 
 if TYPE_CHECKING:
@@ -80,12 +81,7 @@ def serve_command(
     place = str(target.folder or target.config.name)
     address = urlsplit(config.server)
     port = address.port or (443 if address.scheme == "https" else 80)
-    layers = {"eagle_aux_hidden_state_layer_ids": layer_ids(needs, target.num_layers)}
-    speculative = {
-        "method": "extract_hidden_states",
-        "num_speculative_tokens": 1,
-        "draft_model_config": {"hf_config": layers},
-    }
+    speculative = extraction_config(layer_ids(needs, target.num_layers))
     transfer: dict[str, Any] = {"kv_connector": connector, "kv_role": "kv_producer"}
     transfer |= {} if module is None else {"kv_connector_module_path": module}
     transfer |= {"kv_connector_extra_config": {"shared_storage_path": str(Path(config.shared_path).absolute())}}

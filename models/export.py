@@ -475,6 +475,16 @@ def _without_embedding(tensors: Tensors, target: TargetSpec, embedding: Tensor |
 
 
 # -- serving ---------------------------------------------------------------------------------------------------------
+def extraction_config(layer_ids: Sequence[int]) -> Config:
+    """The --speculative-config of a vLLM server that hands out states; ids as aux layers, N = before the final norm."""
+    layers = {"eagle_aux_hidden_state_layer_ids": list(layer_ids)}
+    return {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "draft_model_config": {"hf_config": layers},
+    }
+
+
 def serve_command(
     folder: Path, target: str | None = None, num_speculative_tokens: int | None = None, served_as: str | None = None
 ) -> str:

@@ -52,7 +52,9 @@ def watch_loading(seen: dict) -> None:
     @torch.no_grad()
     def counted(self, *args, **kwargs):
         module, kind = self.module, type(self.module).__name__
-        is_draft = any(word in kind for word in ("Eagle3", "DFlash", "DSpark", "Gemma4MTP")) and hasattr(module, "lm_head")
+        is_draft = any(word in kind for word in ("Eagle3", "DFlash", "DSpark", "Gemma4MTP")) and hasattr(
+            module, "lm_head"
+        )
         floats = {n: p for n, p in module.named_parameters() if p.is_floating_point()} if is_draft else {}
         for parameter in floats.values():
             parameter.fill_(float("nan"))
