@@ -92,6 +92,21 @@ def test_a_changed_key_of_a_started_run_names_key_values_and_out(here, capsys):
 def test_json_is_the_object_and_nothing_else(here, capsys):
     assert call("certify", "tiny-eagle3", "--json") == 0
     assert json.loads(capsys.readouterr().out)["passed"] is True
+    assert call("run", "tiny-eagle3", "--smoke", "--json", "--out", "runs/json", "eval.bar=1") == 0  # it also trains
+    assert "acceptance" in json.loads(capsys.readouterr().out)
+
+
+def test_capture_makes_a_damaged_shard_of_a_finished_cache_anew(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert call("capture", "tiny-eagle3") == 0
+    shards = {path: path.read_bytes() for path in tmp_path.glob("cache/features-*/shard-*")}
+    damaged = next(iter(shards))
+    damaged.write_bytes(shards[damaged][:-1])
+    capsys.readouterr()
+    assert call("train", "tiny-eagle3") == 1
+    assert "Run capture again" in capsys.readouterr().err
+    assert call("capture", "tiny-eagle3") == 0
+    assert {path: path.read_bytes() for path in shards} == shards
 
 
 def test_an_export_can_be_measured_without_a_recipe(here, capsys):

@@ -122,6 +122,7 @@ def train(
     accelerator: Accelerator | None = None,
     generators: Mapping[str, torch.Generator] | None = None,
     captures: bool = False,
+    stderr: bool = False,
 ) -> TrainResult:
     """Train `draft` in place until config.steps, or go on where `run` stands; every rank calls this alike.
 
@@ -130,6 +131,7 @@ def train(
     recipe: resolved sections, compared on resume and kept as recipe.yaml. data: {name: hash}, compared likewise.
     generators: random sequences that the caller's code draws from during training; saved and restored.
     captures: the source runs the target; its time is then logged as capture, not as data.
+    stderr: show progress there, because stdout carries JSON.
     Raises ValueError before any work when launch, run folder and config do not fit together, NonFinite while training.
     """
     run = Path(run)
@@ -156,7 +158,7 @@ def train(
         folder.check_unchanged(run, recipe, data or {})
         start = starting_point(run, config, accelerator)
         evaluates = any(gather(accelerator, (evaluate is not None,))[0])  # rank 0 alone may have been given one
-        metrics, view = MetricsFile(run), View(start.step if start else 0, config.steps, main)
+        metrics, view = MetricsFile(run), View(start.step if start else 0, config.steps, main, stderr=stderr)
         for text in filter(None, (note, standing(start, config.steps))):
             view.say(text)
         own = start is not None and start.folder.parent == run  # not another run's, of train.extend_from

@@ -308,13 +308,13 @@ class Material:
             self.rows(name)
 
     # -- features ----------------------------------------------------------------------------------------------------
-    def store(self, name: str) -> FeatureStore:
-        """The captured states of a prompt set."""
+    def store(self, name: str, repair: bool = False) -> FeatureStore:
+        """The captured states of a prompt set. repair: damaged shards are made anew instead of refused."""
         if name not in self._stores:
-            self._stores[name] = self._make_store(name)
+            self._stores[name] = self._make_store(name, repair)
         return self._stores[name]
 
-    def _make_store(self, name: str) -> FeatureStore:
+    def _make_store(self, name: str, repair: bool) -> FeatureStore:
         rows = self.rows(name)
         config = self.recipe.data.capture
         needs = self._untrained.needs
@@ -331,9 +331,14 @@ class Material:
                 )
         folder = stage_dir(CACHE, "features", header)
         if stage_counts(folder) is not None:
-            store = FeatureStore.open(folder, header, config.verify)
-            self.say(f"features  {name}: {folder} is done ({len(store)} rows)")
-            return store
+            try:
+                store = FeatureStore.open(folder, header, config.verify)
+                self.say(f"features  {name}: {folder} is done ({len(store)} rows)")
+                return store
+            except ValueError:
+                if not repair:
+                    raise
+                self.say(f"features  {name}: {folder} is damaged; what does not match its manifest is made anew")
         start, tokens = time.perf_counter(), sum(len(row.input_ids) for row in rows)
         with self._progress(f"features {name}", tokens, "tokens") as advance:
             last = 0
@@ -376,7 +381,7 @@ class Material:
         if self.recipe.data.source == "live":
             raise ValueError("data.source is live: the target runs beside training and nothing is captured")
         for name in ("train", *self.recipe.data.evaluation):
-            self.store(name)
+            self.store(name, repair=True)
 
     # -- the draft ---------------------------------------------------------------------------------------------------
     @cached_property

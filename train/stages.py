@@ -83,6 +83,7 @@ class Stages(Material):
                 recipe=self.recipe.resolved(),
                 data={"train": checksum(rows), **{name: checksum(found) for name, found in held_out.items()}},
                 captures=data.source == "live",
+                stderr=self.console.stderr,
             )
         del self.__dict__["_untrained"]
 
@@ -442,7 +443,12 @@ class Stages(Material):
         self.say(f"[dim]all stages took {time.perf_counter() - start:.0f} s[/dim]")
         if not certificate["passed"]:
             raise RuntimeError(f"{self.out}/certificate.json: the certificate failed; do not ship this draft")
-        return {"acceptance": report.acceptance_files(self.out), "certificate": certificate, "speed": fast, "run": str(self.out)}
+        return {
+            "acceptance": report.acceptance_files(self.out),
+            "certificate": certificate,
+            "speed": fast,
+            "run": str(self.out),
+        }
 
     def _once(self, name: str, draft: str, stage: Callable[[], Any]) -> Any:
         """The stage's result; measured again only when the draft or the settings changed."""

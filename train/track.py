@@ -156,8 +156,8 @@ class View:
     """A progress bar with rate and time left where the output is a terminal, plain lines elsewhere, nothing on the
     other ranks."""
 
-    def __init__(self, start: int, steps: int, main: bool, console: Console | None = None):
-        self.console = console or Console(highlight=False, soft_wrap=True, quiet=not main)
+    def __init__(self, start: int, steps: int, main: bool, console: Console | None = None, stderr: bool = False):
+        self.console = console or Console(stderr=stderr, highlight=False, soft_wrap=True, quiet=not main)
         self.bar: Progress | None = None
         if main and self.console.is_terminal:
             columns = (TextColumn("train"), BarColumn(), MofNCompleteColumn(), _Rate(), TimeRemainingColumn())
