@@ -5,7 +5,8 @@
     attention    a slot sees the context before its anchor and its own block              (models/blocks.py: the mask)
     logits       head(norm(y)) of the slots that predict: L-1 in layout infill, L in layout shifted
 
-Total loss, c = config.loss, z = supervised pairs of a drawn block n and a proposal s = 0, 1, ...:
+Total loss, c = config.loss, z = supervised pairs of a drawn block n (anchor a) and a proposal s = 0, 1, ...: those whose
+loss mask is 1 at x[a] .. x[a+1+s], one document:
 
     L = sum over z of w(n, s) [c_kl kl + c_tv tv + c_nla nla + c_lk lk](n, s) / W
       + sum over k of w(n, s) c_ce ce(n, s) / W_kept,                      k = {(n, s) in z : its label is kept}
@@ -15,9 +16,13 @@ Total loss, c = config.loss, z = supervised pairs of a drawn block n and a propo
 
 W and W_kept are global: the loop sums `counts` over micro-batches and ranks and hands them to forward, which divides.
 Anchors are drawn in `draw_anchors`, pairs and spans come from `Plan` (both models/blocks.py), losses from
-models/losses.py. Decoding keeps the context's keys and values of committed rows in an append-only cache; the rows of a
+models/losses.py.
+`propose` receives what the last round committed: rows `captured` [B, N] of target states, ragged by its lengths, and
+`tokens` [B, N], each the token that follows its row; the last one is the anchor.
+Decoding keeps the context's keys and values of committed rows in an append-only cache; the rows of a
 block lie behind them and are overwritten by the next call. Each round runs the whole block, as it was trained, however
 few proposals are asked for. Tokens are kept or dropped by place, never by value: the target may say the mask token.
+Aux layer ids count as in the target (0 = embedding, k = after k layers); only models/export.py shifts them for servers.
 Saved are the weights below and draft_vocab; embedding and teacher head belong to the target.
 
 Sources: arXiv 2602.06036; the shifted layout as in DeepSpec (arXiv 2607.05147).

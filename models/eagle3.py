@@ -16,7 +16,10 @@ Total loss, S = ttt_steps, c = config.loss, z(s) = rows supervised at step s:
 |z(s)| and |k(s)| are global: the loop sums `counts` over micro-batches and ranks and hands them to forward, which
 divides. The rows z(s) come from `supervised_steps`, the attention spans from `Plan` (both models/chains.py), the losses
 from models/losses.py.
+`propose` receives what the last round committed: rows `captured` [B, N] of target states, ragged by its lengths, and
+`tokens` [B, N], each the token that follows its row; the last one is the anchor.
 Decoding keeps one KV cache: real rows are committed, speculative rows are forgotten because the cache's lengths stay.
+Aux layer ids count as in the target (0 = embedding, k = after k layers); only models/export.py shifts them for servers.
 Saved are the weights below and draft_vocab; embedding and teacher head belong to the target.
 
 Sources: arXiv 2503.01840; fc_norm and norm_output as in EAGLE-3.1 (vLLM blog, 2026-05-26).

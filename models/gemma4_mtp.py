@@ -10,11 +10,15 @@ A sliding layer reads the keys of the target's last sliding layer that writes it
 those of the last full one. All rounds of an anchor stand at one place and see the same keys. So there is no draft
 cache, and nothing to roll back.
 
-Total loss, K = ttt_steps, c = config.loss, z(k) = rows supervised at round k (models/chains.py):
+Total loss, K = ttt_steps, c = config.loss, z(k) = {t : loss mask is 1 at x[t+1] .. x[t+1+k], one document}:
 
     L = sum over k <= K of decay^(k-1) / |z(k)| * sum over t in z(k) of [c_ce ce + c_kl kl + ... + c_lk lk](t, k)
 
-|z(k)| is global: the loop sums `counts` over micro-batches and ranks. Trained are projections, layers and norms. The
+|z(k)| is global: the loop sums `counts` over micro-batches and ranks and hands them to forward, which divides. Rows and
+attention spans of training come from models/chains.py.
+`propose` receives what the last round committed: rows `captured` [B, N] of target states, ragged by its lengths, and
+`tokens` [B, N], each the token that follows its row; the last one is the anchor.
+Saved are the drafter's own weights. Trained are projections, layers and norms. The
 head's table, the layers' scalars and the centroid tables stay as they are; a new drafter trains its table too. With
 centroids, training scores all tokens, and decoding those of the best clusters alone.
 

@@ -7,11 +7,15 @@
     step k >= 2  the same with x[t+k] and norm(y) of step k-1 (some families: y) -> logits for x[t+1+k], position t+k-1
     attention    step k of row t sees the step-1 keys of rows <= t of its document and its own steps 2..k
 
-Total loss, K = ttt_steps, c = config.loss, z(k) = rows supervised at step k (models/chains.py):
+Total loss, K = ttt_steps, c = config.loss, z(k) = {t : loss mask is 1 at x[t+1] .. x[t+1+k], one document}:
 
     L = sum over k <= K of decay^(k-1) / |z(k)| * sum over t in z(k) of [c_ce ce + c_kl kl + ... + c_lk lk](t, k)
 
-|z(k)| is global: the loop sums `counts` over micro-batches and ranks. The target is frozen; only its last hidden is
+|z(k)| is global: the loop sums `counts` over micro-batches and ranks and hands them to forward, which divides. Rows and
+attention spans of training come from models/chains.py.
+`propose` receives what the last round committed: rows `captured` [B, N] of target states, ragged by its lengths, and
+`tokens` [B, N], each the token that follows its row; the last one is the anchor.
+Saved are the module's weights; export puts them back under the checkpoint's own names. The target is frozen; only its last hidden is
 needed, so a module can be trained from captured states on a machine that could never hold the target.
 
 What differs between families stands in STYLES, as vLLM 0.32 computes it: that is what a tuned module will meet. Every

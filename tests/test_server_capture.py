@@ -162,7 +162,7 @@ Serve = Callable[..., tuple[FakeServer, CaptureConfig]]
 @pytest.fixture
 def serve(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
     """serve(fault=..., layers=..., **config) -> (server, the config that asks it)."""
-    monkeypatch.setattr(server_capture, "APPEARS_S", 0.05)
+    monkeypatch.setattr(server_capture, "APPEARS_S", 0.5)
     running = []
 
     def start(
@@ -304,13 +304,13 @@ def test_a_capture_that_failed_goes_on_where_it_stopped(target, rows, serve, tmp
         ("no file", r"no states after 3 attempts: .*gave its lock free but wrote no file.*server's log"),
         ("no lock", r"no states after 3 attempts: .*is data.capture.shared_path the folder"),
         ("torn", r"no states after 3 attempts: .*SafetensorError"),
-        ("dead", r"no states after 3 attempts: .*still being written after 0.05 s"),
+        ("dead", r"no states after 3 attempts: .*still being written after 0.6 s"),
         (400, r"HTTP 400: not now \(prompt of 5 ids\)"),
     ],
 )
 def test_lasting_faults_end_the_capture_with_their_cause(target, rows, serve, tmp_path, fault, message):
     server, config = serve(
-        fault=lambda number: fault if number else None, concurrency=1, timeout_s=0.05 if fault == "dead" else 30
+        fault=lambda number: fault if number else None, concurrency=1, timeout_s=0.6 if fault == "dead" else 30
     )
     with pytest.raises(ServerError, match=message):
         capture(rows, target, NEEDS, tmp_path / "states", config)

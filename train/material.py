@@ -142,6 +142,7 @@ class Material:
     def say(self, text: Any) -> None:
         if self.rank == 0:
             self.console.print(text, soft_wrap=isinstance(text, str))
+            self.console.file.flush()  # a log file shows each stage when it ends
 
     @cached_property
     def target(self) -> Target:
@@ -430,6 +431,12 @@ class Material:
 
     def _load(self, folder: Path) -> Draft:
         draft = export.load(folder, self.target.spec, self.target.embedding)
+        made_for = draft.target
+        if made_for.config_sha256 != self.target.spec.config_sha256:
+            self.say(
+                f"[yellow]{folder} was made for {made_for.name}; this target is {self.target.spec.name} with another "
+                "config: expect low acceptance unless it is a fine-tune of the same model[/yellow]"
+            )
         self.target.bind(draft)
         return draft
 

@@ -6,6 +6,7 @@ work with is made in train/material.py.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import platform
@@ -451,14 +452,15 @@ class Stages(Material):
         }
 
     def _once(self, name: str, draft: str, stage: Callable[[], Any]) -> Any:
-        """The stage's result; measured again only when the draft or the settings changed."""
-        key = {"draft": draft, "eval": self.recipe.eval.model_dump(mode="json")}
+        """The stage's result; measured again when the draft, the settings or the file itself changed since."""
+        settings = {"draft": draft, "eval": self.recipe.eval.model_dump(mode="json"), "prompts": self.prompts}
         marks = report.read_json(self.out / "measured.json") or {}
-        if marks.get(name) == key and (self.out / name).is_file():
+        path = self.out / name
+        if path.is_file() and marks.get(name) == settings | {"sha256": file_sha256(path)}:
             self.say(f"{name} is done")
-            return report.read_json(self.out / name)
+            return report.read_json(path)
         found = stage()
-        self._write("measured.json", marks | {name: key})
+        self._write("measured.json", marks | {name: settings | {"sha256": file_sha256(path)}})
         return found
 
     def _note_surroundings(self, seconds: float) -> None:
@@ -520,6 +522,10 @@ class Stages(Material):
         title = f"plan of {self.recipe.name}" + (" (this recipe was not run by us yet)" if self.recipe.not_run else "")
         self.say(planning.plan_table(found, title))
         return found
+
+
+def file_sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def hardware() -> str:
