@@ -18,6 +18,14 @@ import torch
 torch.set_num_threads(1)  # more threads on a shared machine make tiny models many times slower
 
 
+@pytest.fixture(autouse=True)
+def _a_test_starts_like_a_process() -> None:
+    """accelerate keeps one state per process and refuses another precision; tests of several files share a process."""
+    state = sys.modules.get("accelerate.state")
+    if state is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
 @pytest.fixture
 def generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
