@@ -163,7 +163,7 @@ class Stages(Material):
             self._write(f"acceptance-{found['method']}{suffix}.json", found)
             results[name] = found
             if advice:
-                self.say(f"[yellow]{advice}[/yellow]")
+                self.say(f"[yellow]at batch {config.batch_size}: {advice}[/yellow]")
             if others:
                 compared[name] = {self.recipe.name: found}
             for label, draft in others.items():
